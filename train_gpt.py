@@ -149,8 +149,8 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of other projects that have no counterpart here. In the environment they are errors, not
-# ignored in silence.
+# Settings of other projects and of older versions that have no counterpart here. In the environment
+# they are errors, not ignored in silence.
 ABSENT_SETTINGS = (
     "ADAM_WD",
     "DROPOUT",
@@ -160,6 +160,7 @@ ABSENT_SETTINGS = (
     "MUON_WEIGHT_DECAY",
     "QK_NORM",
     "SEQ_LEN",
+    "TARGET_VAL_LOSS",
     "TTT_ENABLED",
     "XSA_LAST_N",
 )
@@ -3737,8 +3738,8 @@ def main():
         },
     )
     if device.type == "cuda":
-        # The first calls of GPTQ load kernels and libraries, which takes seconds.
-        exporter.fit(math.inf, exporter.calibrate(batches.micro_batches(0)))
+        # The first calls load kernels and libraries, which takes seconds. QAT needs no GPTQ.
+        exporter.fit(math.inf, {} if settings.qat else exporter.calibrate(batches.micro_batches(0)))
     run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
     if checkpoint:
         run.load(checkpoint)

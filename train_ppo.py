@@ -160,8 +160,8 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of other projects that have no counterpart here. In the environment they are errors, not
-# ignored in silence.
+# Settings of other projects and of older versions that have no counterpart here. In the environment
+# they are errors, not ignored in silence.
 ABSENT_SETTINGS = (
     "ADAM_WD",
     "DROPOUT",
@@ -171,6 +171,7 @@ ABSENT_SETTINGS = (
     "MUON_WEIGHT_DECAY",
     "QK_NORM",
     "SEQ_LEN",
+    "TARGET_VAL_LOSS",
     "TTT_ENABLED",
     "XSA_LAST_N",
 )
