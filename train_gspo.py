@@ -933,9 +933,13 @@ def document_borders(ids, bos_id, device):
     begins = ids == bos_id
     begins[:, 0] = True
     places = begins.flatten().nonzero()[:, 0]
-    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device, non_blocking=True)
+    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
     torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
     return [borders]
+
+
+# How varlen_attn is told that heads share keys. PyTorch 2.11 sees it by itself.
+SHARED_KEYS = dict(enable_gqa=True) if torch.__version__ >= "2.12" else {}
 
 
 def varlen_attend(q, k, v, borders, window):
@@ -945,7 +949,7 @@ def varlen_attend(q, k, v, borders, window):
     T = q.size(2)
     left = window - 1 if window < T else -1
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * T, heads, D)
-    o = varlen_attn(*rows, borders, borders, T, T, window_size=(left, 0), enable_gqa=True)
+    o = varlen_attn(*rows, borders, borders, T, T, window_size=(left, 0), **SHARED_KEYS)
     return o.unflatten(0, (-1, T)).transpose(1, 2)
 
 
@@ -1059,7 +1063,7 @@ def losses_and_gradients(network, dtype, *inputs):
     """Return the losses of a network that computes in `dtype`, and gradients by all its weights."""
     network.dtype = dtype
     losses = network(*inputs)
-    return [losses, *torch.autograd.grad(losses.sum(), list(network.parameters()))]
+    return [losses.detach(), *torch.autograd.grad(losses.sum(), network.parameters())]
 
 
 def largest_error(tensors, references):
@@ -1078,7 +1082,7 @@ def self_test(name, form, network, device):
     error is the largest of all losses and gradients.
     """
     shape = dict(layers="g s a", norms="rms rms rms", attn_window=4, train_seq_len=512)
-    config = GPTConfig(**{**vars(network.config), **shape})
+    config = GPTConfig(**vars(network.config) | shape)
     model = GPT(config).to(device)
     for param in model.parameters():
         param.data += 0.05 * torch.randn_like(param)  # some begin as zeros
