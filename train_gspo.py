@@ -896,7 +896,7 @@ def masked_attention(q, k, v, mask):
         # Compiled code stores a boolean mask 30 times as slowly as numbers.
         scores = scores + torch.where(mask, 0.0, -math.inf)
         o = scores.softmax(-1).to(v.dtype) @ v
-    return o.view_as(q)
+    return o.reshape(q.shape)
 
 
 def attend(q, k, v, doc, window, borders=None):
