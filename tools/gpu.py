@@ -126,12 +126,17 @@ def time_steps(suite: Suite, model: Callable, optimizers: object, rows: int, len
     return medians
 
 
-def steps_part(suite: Suite, name: str, compiled: bool) -> list[dict]:
-    """Return the record of training steps of one shape: times, tokens/s, MFU and peak memory."""
+def steps_part(suite: Suite, name: str, compiled: bool, forms: dict | None = None) -> list[dict]:
+    """Return the record of training steps of one shape: times, tokens/s, MFU and peak memory.
+
+    forms: of kernels, by name, as in FAST; none are the plain ones.
+    """
     script = suite.script
+    script.FAST.clear()  # the operations are counted on the CPU
     settings, network = make_network(suite, name, script)
     flops = bench.flops_per_token(network, settings.train_seq_len).total()
     network.to(suite.device)
+    script.FAST.update(forms or {})
     rates = pretraining_rates(settings)
     optimizers = script.Optimizers(network, settings.optimizer, rates, suite.runtime)
     model = torch.compile(network, dynamic=False, fullgraph=True) if compiled else network
@@ -169,10 +174,8 @@ def kernels_part(suite: Suite) -> list[dict]:
     for number, forms in enumerate(({}, without_fla, taken)):
         if number and forms == script.FAST:
             continue
-        script.FAST.clear()
-        script.FAST.update(forms)
         torch.compiler.reset()
-        (record,) = steps_part(suite, "defaults", suite.cuda)
+        (record,) = steps_part(suite, "defaults", suite.cuda, forms)
         record["what"] += f", faster forms: {' '.join(forms) or 'none'}"
         records.append(record)
     script.FAST.clear()
