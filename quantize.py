@@ -1436,7 +1436,7 @@ class GatedDeltaNet(nn.Module):
         return linear(o, self.w_o)
 
 
-def rotation(positions, dims, dtype):
+def rotation(positions: Tensor, dims: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
 
     positions (T,) or (B, T). Rotary positions (arXiv 2104.09864).
@@ -1445,6 +1445,10 @@ def rotation(positions, dims, dtype):
     exponent = torch.arange(half, device=positions.device) / half  # float32
     angle = positions[..., None, None] * ROPE_BASE**-exponent
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+# An operator, or the compiler would compute the cosines of a token again for each of its heads.
+rotation = register("rotation", rotation, rotation)
 
 
 def rotate(x, cos, sin):
