@@ -58,6 +58,20 @@ def gradients(network):
     return [losses.detach(), *torch.autograd.grad(losses.mean(), list(network.parameters()))]
 
 
+def test_attention_with_the_strides_of_a_gpu(monkeypatch):
+    """There PyTorch returns (B, H, T, D) with T before H in memory. The first run on a GPU failed by that."""
+    attention = F.scaled_dot_product_attention
+
+    def transposed(*inputs):
+        return attention(*inputs).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", transposed)
+    q, k, v = (torch.randn(2, heads, 70, 8) for heads in (4, 2, 2))
+    mask = torch.ones(2, 70, 70, dtype=torch.bool).tril()
+    found = forced("train_gpt").masked_attention(q, k, v, mask)
+    torch.testing.assert_close(found, T.masked_attention(q, k, v, mask))
+
+
 def test_losses_and_gradients_in_bfloat16_are_those_in_float32():
     """The forced copy takes chunks of 64 and PyTorch's attention with a mask; activations are bfloat16."""
     wide = make(T, dtype=torch.float32)

@@ -47,6 +47,7 @@ def count(text: str) -> int:
     """Return the tokens of Python source."""
     total = 0
     inside = 0
+    before = ""
     start = getattr(tokenize, "FSTRING_START", None)
     middle = {getattr(tokenize, "FSTRING_MIDDLE", None)}
     end = getattr(tokenize, "FSTRING_END", None)
@@ -58,12 +59,13 @@ def count(text: str) -> int:
             total += 1
         elif end is not None and token.type == end:
             inside -= 1
-        elif inside and token.type == tokenize.OP and token.string in "{}:!":
-            continue
+        elif inside and (before == "!" or (token.type == tokenize.OP and token.string in "{}:!")):
+            pass  # before == "!": the letter of a conversion, as in {x!r}
         else:
             total += 1
             if token.type == tokenize.STRING and re.match(r"(?i)[rb]*f", token.string):
                 total += fields_of(token.string)
+        before = token.string
     return total
 
 
