@@ -102,14 +102,13 @@ def machine_part(suite: Suite) -> list[dict]:
     return records
 
 
-def time_steps(suite: Suite, model: Callable, optimizers: object, rows: int, length: int) -> list:
-    """Return the median seconds of forward, backward, optimizer and the whole step."""
-    ids = torch.randint(2, 1024, (rows, length), device=suite.device)
-    targets = torch.randint(2, 1024, (rows, length), device=suite.device)
+def training_step(suite: Suite, model: Callable, optimizers: object, shape: tuple) -> Callable:
+    """Return a function that takes a step on random ids (rows, length), and its three marks."""
+    ids, targets = (torch.randint(2, 1024, shape, device=suite.device) for _ in range(2))
     borders = suite.script.document_borders(ids.cpu(), 1, torch.device(suite.device))
     skip = torch.tensor(False, device=suite.device)
-    steps = []
-    for _ in range(13):
+
+    def step():
         marks = [bench.mark(suite.cuda)]
         loss = model(ids, targets, *borders).mean()
         marks.append(bench.mark(suite.cuda))
@@ -118,12 +117,34 @@ def time_steps(suite: Suite, model: Callable, optimizers: object, rows: int, len
         optimizers.step(0.0, skip)
         torch._foreach_zero_([param.grad for param in optimizers.params])
         marks.append(bench.mark(suite.cuda))
-        steps.append(marks)
+        return marks
+
+    return step
+
+
+def median_seconds(step: Callable) -> list[float]:
+    """Return the median seconds of forward, backward, optimizer and the whole step."""
+    steps = [step() for _ in range(13)][3:]  # 3 warm up
     medians = []
     for first, last in ((0, 1), (1, 2), (2, 3), (0, 3)):
-        seconds = [bench.between(marks[first], marks[last]) for marks in steps[3:]]  # 3 warm up
+        seconds = [bench.between(marks[first], marks[last]) for marks in steps]
         medians.append(statistics.median(seconds))
     return medians
+
+
+def kernel_times(step: Callable) -> list[list]:
+    """Return [milliseconds, launches, name] of the kernels of a step on a GPU, the longest first."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    found = [
+        [event.self_device_time_total / 1e3, event.count, event.key]
+        for event in profile.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.key.startswith("Optimizer.")  # PyTorch marks the whole step of an optimizer
+    ]
+    return sorted(found, reverse=True)
 
 
 def steps_part(suite: Suite, name: str, compiled: bool, forms: dict | None = None) -> list[dict]:
@@ -143,7 +164,8 @@ def steps_part(suite: Suite, name: str, compiled: bool, forms: dict | None = Non
     if suite.cuda:
         torch.cuda.reset_peak_memory_stats()
     rows = BATCH[suite.device] // settings.train_seq_len
-    seconds = time_steps(suite, model, optimizers, rows, settings.train_seq_len)
+    step = training_step(suite, model, optimizers, (rows, settings.train_seq_len))
+    seconds = median_seconds(step)
     tokens = rows * settings.train_seq_len
     speed = tokens / seconds[3]
     record = {
@@ -156,6 +178,10 @@ def steps_part(suite: Suite, name: str, compiled: bool, forms: dict | None = Non
         "MFU %": 100 * speed * flops / bench.matmul_peak(suite.device),
         "peak MiB": script.describe_machine(suite.runtime)["peak_memory_mib"],
     }
+    if suite.cuda:
+        # Less than the step takes: the GPU waited for the CPU to launch more.
+        times = kernel_times(step)
+        record |= {"kernels ms": sum(ms for ms, *_ in times), "longest": times[:30]}
     return [record]
 
 
@@ -334,7 +360,7 @@ class Part:
     """A part of the suite. It is killed after 1.5 times the seconds that it needs."""
 
     measure: Callable[[Suite], list[dict]]
-    gpu_seconds: float  # needed on an H100 or H200: estimates, not yet run there
+    gpu_seconds: float  # needed on an H100 or H200: estimates, partly from runs there
     toy_seconds: float  # needed for the rehearsal on a CPU
 
 
