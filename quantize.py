@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -1157,7 +1157,7 @@ def self_test(name, form, network, device):
     """
     config = GPTConfig(
         **vars(network.config)
-        | dict(layers="g s a", norms="rms rms rms", attn_window=4, train_seq_len=512)
+        | dict(layers="g s a", norms="rms rms rms", attn_window=4, train_seq_len=512, bos_id=0)
     )
     model = GPT(config).to(device)
     for param in model.parameters():
@@ -1166,13 +1166,13 @@ def self_test(name, form, network, device):
     # The longest first, and some rows: fla chooses among its kernels by the first batch.
     for length in (333, 200, 64):
         ids = torch.randint(config.vocab_size, (8, length))
-        ids[torch.rand(8, length) < 0.05] = config.bos_id
+        ids[torch.rand(8, length) < 0.05] = 0
         inputs = [ids.to(device)] * 2
         FAST.clear()
         reference = losses_and_gradients(model, torch.float32, *inputs)
         plain = losses_and_gradients(model, network.dtype, *inputs)
         FAST[name] = form
-        borders = document_borders(ids, config.bos_id, device)
+        borders = document_borders(ids, 0, device)
         fast = losses_and_gradients(model, network.dtype, *inputs, *borders)
         errors.append([largest_error(tensors, reference) for tensors in (fast, plain)])
     return torch.tensor(errors).amax(0)
@@ -1231,12 +1231,22 @@ class GPTConfig:
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
+    head_dim: int = 0  # width of a head of attention; 0: model_dim / num_heads
+    qkv_bias: bool = False  # whether queries, keys and values have biases
+    qk_norm: bool = False  # whether queries and keys have norms with weights
+    attn_gate: bool = False  # whether each head of attention has an output gate
+    # key heads, value heads, widths of a key and of a value; empty: by num_heads
+    gdn_shape: list = field(default_factory=list)
     gdn_light: bool = False  # GDN with keys of half the size and no output gate
     attn_window: int = 512  # keys a sliding-window query sees, itself included
     mlp: str = "relu2"  # kind of MLP, see MLP.forward
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
+    mlp_hidden: int = 0  # hidden width of the MLP; 0: by mlp_mult
+    norm_eps: float = 0.0  # added to mean squares in RMSNorm; 0: the smallest of the dtype
     positions: str = "rope"  # rope, learned or none
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    rope_base: float = ROPE_BASE
+    rope_scaling: list = field(default_factory=list)  # see rotation
     qk_gain_init: float = 4.0  # initial gain of normed queries, per head; 0: no norm of q and k
     bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
     tie_embeddings: bool = True  # the embedding is the output head
@@ -1270,23 +1280,29 @@ def matrix(splits, cols, std=0.0):
     return weight
 
 
-def rms_norm(x):
+def rms_norm(x, eps=0.0):
     """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
-    return F.rms_norm(x, x.shape[-1:])
+    return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
 class Norm(nn.Module):
-    """One of NORMS: RMSNorm, plain or with weights; LayerNorm with weights and bias."""
+    """One of NORMS: RMSNorm, plain, with weights, or with weights less 1; LayerNorm with a bias."""
 
-    def __init__(self, kind, dim):
+    def __init__(self, kind, dim, eps=0.0):
         super().__init__()
-        self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.offset = 1.0 if kind == "rms_offset" else 0.0
+        self.weight = None
+        if kind != "rms":
+            self.weight = nn.Parameter(torch.full((dim,), 1 - self.offset))
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x):
         """Return x (..., dim) normed, in its own dtype."""
+        if self.weight is None:
+            return rms_norm(x, self.eps)
         if self.bias is None:
-            return scaled(rms_norm(x), self.weight)
+            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
         return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
 
 
@@ -1388,12 +1404,17 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        self.heads = config.num_heads
         self.light = config.gdn_light
-        key_dim = dim // 2 if self.light else dim
-        self.splits = (key_dim, key_dim, dim)  # of queries, keys and values, for all heads
-        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, dim), dim)
-        self.w_o = nn.Parameter(torch.zeros(dim, dim))
+        self.eps = config.norm_eps
+        heads = config.num_heads
+        width = dim // heads
+        shape = config.gdn_shape or (heads, heads, width // 2 if self.light else width, width)
+        self.key_heads, self.heads, key_width, width = shape
+        key_dim = self.key_heads * key_width
+        value_dim = self.heads * width
+        self.splits = (key_dim, key_dim, value_dim)  # of queries, keys and values, for all heads
+        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, value_dim), dim)
+        self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
         # Taps first: with channels first the compiler reads single numbers, not vectors.
@@ -1403,7 +1424,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
-        self.norm = nn.Parameter(torch.ones(dim // self.heads))
+        self.norm = nn.Parameter(torch.ones(width))
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
@@ -1415,12 +1436,15 @@ class GatedDeltaNet(nn.Module):
         # In front stand the tokens that the convolution reaches; before a text there are none.
         qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
         qkv = short_conv(qkv, self.conv, doc)
-        parts = qkv.split(self.splits, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)  # (B, T, H, K or V)
+        q, k, v = qkv.split(self.splits, dim=-1)
+        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
+        v = v.unflatten(-1, (self.heads, -1))
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
         # zeros would get gradients of 1e12.
         q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
         q = q.to(v.dtype) * q.size(-1) ** -0.5
+        if self.key_heads < self.heads:
+            q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
@@ -1432,20 +1456,28 @@ class GatedDeltaNet(nn.Module):
             o, *_ = FAST["gdn"](*inputs)
         else:
             o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
-        o = scaled(rms_norm(o), self.norm).flatten(-2)
+        o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if not self.light:
             o = o * F.silu(gate)
         return linear(o, self.w_o)
 
 
-def rotation(positions: Tensor, dims: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation(
+    positions: Tensor, dims: int, base: float, scaling: list[float], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
 
-    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864).
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864). scaling: none, or Llama 3's
+    factor, low and high frequency factors, and length before it. Rates that turn less often than
+    `low` in that length are divided by the factor, those that turn more often than `high` are not.
     """
-    half = dims // 2
-    exponent = torch.arange(half, device=positions.device) / half  # float32
-    angle = positions[..., None, None] * ROPE_BASE**-exponent
+    rates = base ** -(torch.arange(0, dims, 2, device=positions.device) / dims)  # float32
+    if scaling:
+        factor, low, high, length = scaling
+        turns = length * rates / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        rates = rates * (keep + (1 - keep) / factor)
+    angle = positions[..., None, None] * rates
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -1466,21 +1498,36 @@ class Attention(nn.Module):
     def __init__(self, config, window):
         super().__init__()
         dim = config.model_dim
-        self.heads = config.num_heads
-        self.kv_heads = config.num_kv_heads
-        self.head_dim = dim // self.heads
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
+        width = config.head_dim or dim // heads
+        self.head_dim = width
         self.window = window
-        kv_dim = self.kv_heads * self.head_dim
-        self.w_qkv = matrix((dim, kv_dim, kv_dim), dim)
-        self.w_o = nn.Parameter(torch.zeros(dim, dim))
-        gain = torch.full((self.heads,), config.qk_gain_init)
+        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
+        self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
+        self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
+        self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        gain = torch.full((heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.qk_norm:
+            kind = config.norms.split()[-1]
+            self.q_norm = Norm(kind, width, config.norm_eps)
+            self.k_norm = Norm(kind, width, config.norm_eps)
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
         T = x.size(1)
-        qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # (B, T, H, D)
+        qkv = linear(x, self.w_qkv)
+        if self.bias is not None:
+            qkv = qkv + self.bias.to(x.dtype)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.parts, dim=2)  # (B, T, H, D)
+        if self.gated:
+            gate = q[:, :, 1::2]
+            q = q[:, :, ::2]
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
@@ -1490,7 +1537,10 @@ class Attention(nn.Module):
             o = cache.attend(q, k, v, self.window)
         else:
             o = attend(q, k, v, doc[:, -T:], self.window, borders)
-        return linear(o.transpose(1, 2).flatten(2), self.w_o)
+        o = o.transpose(1, 2)
+        if self.gated:
+            o = o * torch.sigmoid(gate)
+        return linear(o.flatten(2), self.w_o)
 
 
 def init_wave(units):
@@ -1523,7 +1573,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        hidden = int(config.mlp_mult * dim)
+        hidden = config.mlp_hidden or int(config.mlp_mult * dim)
         self.kind = config.mlp
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
@@ -1567,8 +1617,8 @@ class Block(nn.Module):
     def __init__(self, config, norm):
         super().__init__()
         dim = config.model_dim
-        self.mixer_norm = Norm(norm, dim)
-        self.mlp_norm = Norm(norm, dim)
+        self.mixer_norm = Norm(norm, dim, config.norm_eps)
+        self.mlp_norm = Norm(norm, dim, config.norm_eps)
         self.mlp = MLP(config)
         self.mix = self.mixer_scale = self.mlp_scale = None
         if config.residual_mix:
@@ -1633,7 +1683,7 @@ class GPT(nn.Module):
             self.layers.append((blocks[block_name], mixers[mixer_name]))
         self.mixers = nn.ModuleList(mixers.values())
         self.blocks = nn.ModuleList(blocks.values())
-        self.final_norm = Norm(norms[-1], dim)
+        self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
     def context(self, ids):
         """Return doc, recent and positions for ids (B, T) at the beginning of texts.
@@ -1678,8 +1728,9 @@ class GPT(nn.Module):
         doc, recent, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
-        rope_dims = config.rope_dims or config.model_dim // config.num_heads
-        angles = rotation(positions, rope_dims if config.positions == "rope" else 0, x.dtype)
+        dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
+        dims = dims if config.positions == "rope" else 0
+        angles = rotation(positions, dims, config.rope_base, config.rope_scaling, x.dtype)
         if config.residual_mix:
             x = rms_norm(x)
         if config.positions == "learned":
@@ -2446,7 +2497,8 @@ def read_checkpoint(folder, average):
         if "header" in meta:  # of `unpack` or `apply`
             coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
             return Weights(folder, tensors, meta["shape"], meta["header"], coded)
-        shape = {field.name: meta["identity"][field.name] for field in fields(GPTConfig)}
+        identity = meta["identity"]
+        shape = {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
         training = load(folder / "training.pt")
         if average != "raw":  # the parameters, in their order
             require(training[average]["count"] > 0, "none had been collected when it was saved")
@@ -2602,7 +2654,7 @@ def rebuild(source):
             network = GPT(GPTConfig(**source.shape))
         network.load_state_dict(source.tensors, assign=True)
         with torch.no_grad():
-            logits = network(torch.tensor([[network.config.bos_id]]))
+            logits = network(torch.tensor([[0]]))
         require(bool(logits.isfinite().all()), "its logits are not finite")
     except Exception as error:  # forged settings may raise anything
         reason = " ".join(str(error).split())
@@ -3008,90 +3060,297 @@ def apply(args):
     write_model(args.out, model, model.path, base.path)
 
 
-# What LlamaForCausalLM of transformers computes, in settings of this project.
-LLAMA = {
+# ------------------------------------------------------------------------------------ transformers
+# What all models of transformers that can be read and written have, in fields of GPTConfig.
+HF_SHAPE = {
     "mlp": "swiglu",
     "positions": "rope",
-    "rope_dims": 0,
     "qk_gain_init": 0.0,
     "residual_mix": False,
     "unet_skips": False,
     "bigram_vocab_size": 0,
     "logit_softcap": 0.0,
+    "gdn_light": False,
 }
+# And what each architecture has.
+HF_ARCHITECTURES = {
+    "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False, "attn_gate": False},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False, "attn_gate": False},
+    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": False},
+    "Qwen3_5ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": True},
+}
+HF_LAYERS = {"full_attention": "a", "linear_attention": "g"}
+# The network has no part for these. The values are those that it computes.
+HF_REFUSED = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "hidden_act": ("silu",),
+    "linear_conv_kernel_dim": (CONV_TAPS,),
+    "quantization_config": (None,),
+}
+# Parts of a model that are not its text model: images, and predictors of several tokens.
+HF_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.|.*rotary_emb\.inv_freq$")
 
 
-LLAMA_LAYER = (
-    "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
-    "mlp.down_proj input_layernorm post_attention_layernorm"
-).split()
+def load_safetensors():
+    """Return the module safetensors. Raises UserError if it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError("needs safetensors: pip install safetensors") from None
+    return safetensors
 
 
-def llama_state(network):
-    """Return the tensors of a network by their names in LlamaForCausalLM."""
-    shape = network.config
-    kv_rows = shape.num_kv_heads * shape.model_dim // shape.num_heads
-    state = {
+def hf_views(network):
+    """Return the tensors of a model of transformers, by name, as views of a network's weights."""
+    views = {
         "model.embed_tokens.weight": network.embed,
         "model.norm.weight": network.final_norm.weight,
     }
     if network.head is not None:
-        state["lm_head.weight"] = network.head
-    for i, (block, mixer) in enumerate(zip(network.blocks, network.mixers, strict=True)):
-        tensors = [*mixer.w_qkv.split([shape.model_dim, kv_rows, kv_rows]), mixer.w_o]
-        tensors += [*block.mlp.w_up.chunk(2), block.mlp.w_down]
-        tensors += [block.mixer_norm.weight, block.mlp_norm.weight]
-        for name, w in zip(LLAMA_LAYER, tensors, strict=True):
-            state[f"model.layers.{i}.{name}.weight"] = w
-    # Copies, because safetensors takes no views.
-    return {name: w.detach().clone() for name, w in state.items()}
+        views["lm_head.weight"] = network.head
+    words = network.config.layers.split()
+    for i, (block, mixer) in enumerate(network.layers):
+        gate, up = block.mlp.w_up.chunk(2)
+        layer = {
+            "input_layernorm.weight": block.mixer_norm.weight,
+            "post_attention_layernorm.weight": block.mlp_norm.weight,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": block.mlp.w_down,
+        }
+        if words[i] == "g":
+            layer |= hf_delta_views(mixer)
+        else:
+            layer |= hf_attention_views(mixer)
+        views |= {f"model.layers.{i}.{name}": view for name, view in layer.items()}
+    return views
 
 
-def llama_config(shape):
-    """Return config.json of LlamaForCausalLM."""
+def hf_attention_views(mixer):
+    """Return hf_views of a layer's attention."""
+    views = {"self_attn.o_proj.weight": mixer.w_o}
+    splits = [count * mixer.head_dim for count in mixer.parts]
+    for name, view in zip("qkv", mixer.w_qkv.split(splits), strict=True):
+        views[f"self_attn.{name}_proj.weight"] = view
+    if mixer.bias is not None:
+        for name, view in zip("qkv", mixer.bias.split(splits), strict=True):
+            views[f"self_attn.{name}_proj.bias"] = view
+    if hasattr(mixer.q_norm, "weight"):
+        views["self_attn.q_norm.weight"] = mixer.q_norm.weight
+        views["self_attn.k_norm.weight"] = mixer.k_norm.weight
+    return views
+
+
+def hf_delta_views(mixer):
+    """Return hf_views of a layer's Gated DeltaNet."""
+    qkv, z = mixer.w_qkvg.tensor_split([sum(mixer.splits)])
+    decay, step_size = mixer.ab.chunk(2)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.model_dim,
-        "intermediate_size": int(shape.mlp_mult * shape.model_dim),
-        "num_hidden_layers": len(shape.layers.split()),
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "rope_theta": ROPE_BASE,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},  # transformers 5
-        "max_position_embeddings": shape.train_seq_len,
-        "rms_norm_eps": torch.finfo(torch.float32).eps,
-        "tie_word_embeddings": shape.tie_embeddings,
-        "bos_token_id": shape.bos_id,
-        "eos_token_id": shape.bos_id,
+        "linear_attn.in_proj_qkv.weight": qkv,
+        "linear_attn.in_proj_z.weight": z,
+        "linear_attn.in_proj_a.weight": decay,
+        "linear_attn.in_proj_b.weight": step_size,
+        "linear_attn.conv1d.weight": mixer.conv.mT[:, None],
+        "linear_attn.A_log": mixer.A_log,
+        "linear_attn.dt_bias": mixer.dt_bias,
+        "linear_attn.norm.weight": mixer.norm,
+        "linear_attn.out_proj.weight": mixer.w_o,
     }
 
 
-def export(args):
-    """Write model.safetensors and config.json, which transformers loads as LlamaForCausalLM."""
-    source = read_weights(args.model, args.weights)
-    network = rebuild(source)
-    shape = network.config
-    count = len(network.blocks)
-    wanted = {"layers": " ".join(["a"] * count), "norms": " ".join(["rms_weight"] * count), **LLAMA}
+def hf_rope(config, head_dim):
+    """Return the fields of GPTConfig about rotary positions, of a config.json. Raises UserError."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = []
+    if kind == "llama3":
+        names = "factor low_freq_factor high_freq_factor original_max_position_embeddings"
+        scaling = [float(rope[name]) for name in names.split()]
+    elif kind != "default":
+        raise UserError(f"config.json: rope_type={kind!r}: must be default or llama3")
+    return {
+        "rope_base": float(rope.get("rope_theta", config.get("rope_theta", ROPE_BASE))),
+        "rope_dims": int(head_dim * share),
+        "rope_scaling": scaling,
+    }
+
+
+def hf_shape(config):
+    """Return the fields of GPTConfig for a config.json. Raises UserError for what has no part."""
+    (architecture,) = config["architectures"]
+    config = config | config.get("text_config", {})
+    known = HF_ARCHITECTURES.get(architecture.replace("ConditionalGeneration", "CausalLM"))
+    if known is None:
+        names = ", ".join(HF_ARCHITECTURES)
+        raise UserError(f"config.json: architectures={architecture!r}: must be one of {names}")
+    for name, values in HF_REFUSED.items():
+        if config.get(name, values[0]) not in values:
+            raise UserError(f"config.json: {name}={config[name]!r}: must be {values[0]!r}")
+    count = config["num_hidden_layers"]
+    every = config.get("full_attention_interval", 4 if known["attn_gate"] else 1)
+    kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
+    kinds = config.get("layer_types") or (kinds * count)[:count]
+    if set(kinds) - set(HF_LAYERS):
+        raise UserError(f"config.json: layer_types={kinds}: must be among {', '.join(HF_LAYERS)}")
+    norm = "rms_offset" if known["attn_gate"] else "rms_weight"
+    bos_id = config.get("bos_token_id")
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    shape = {
+        "vocab_size": config["vocab_size"],
+        "bos_id": -1 if bos_id is None else bos_id,
+        "layers": " ".join(HF_LAYERS[kind] for kind in kinds),
+        "norms": " ".join([norm] * count),
+        "train_seq_len": config["max_position_embeddings"],
+        "model_dim": config["hidden_size"],
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "mlp_hidden": config["intermediate_size"],
+        "norm_eps": config["rms_norm_eps"],
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+    }
+    if "linear_attention" in kinds:
+        names = "num_key_heads num_value_heads key_head_dim value_head_dim"
+        shape["gdn_shape"] = [config[f"linear_{name}"] for name in names.split()]
+    return HF_SHAPE | known | shape | hf_rope(config, head_dim)
+
+
+def hf_config(shape):
+    """Return the config.json of a network. Raises UserError if transformers has no such model."""
+    fitting = [
+        name for name, known in HF_ARCHITECTURES.items() if known.items() <= vars(shape).items()
+    ]
+    if not fitting:
+        raise UserError(f"transformers has no model with the biases, norms and gates of {shape}")
+    architecture = fitting[0]
+    norm = "rms_offset" if shape.attn_gate else "rms_weight"
+    words = shape.layers.split()
+    wanted = HF_SHAPE | {"norms": " ".join([norm] * len(words))}
+    if not shape.attn_gate:
+        wanted["layers"] = " ".join("a" * len(words))
     for name, value in wanted.items():
         actual = getattr(shape, name)
         if actual != value:
-            raise UserError(
-                f"{source.path}: transformers' LlamaForCausalLM has no {name}={actual!r}"
-            )
+            raise UserError(f"transformers' {architecture} has no {name}={actual!r}")
+    bos_id = shape.bos_id if shape.bos_id >= 0 else None
+    head_dim = shape.head_dim or shape.model_dim // shape.num_heads
+    rope = {"rope_type": "default", "rope_theta": shape.rope_base}
+    if shape.rope_dims not in (0, head_dim):
+        rope["partial_rotary_factor"] = shape.rope_dims / head_dim
+    if shape.rope_scaling:
+        factor, low, high, length = shape.rope_scaling
+        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low}
+        rope |= {"high_freq_factor": high, "original_max_position_embeddings": int(length)}
+    config = {
+        "architectures": [architecture],
+        "model_type": {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}.get(
+            architecture.removesuffix("ForCausalLM"), "qwen3_5_text"
+        ),
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.model_dim,
+        "head_dim": head_dim,
+        "intermediate_size": shape.mlp_hidden or int(shape.mlp_mult * shape.model_dim),
+        "num_hidden_layers": len(words),
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "rope_parameters": rope,  # of transformers 5
+        "rope_theta": shape.rope_base,
+        "max_position_embeddings": shape.train_seq_len,
+        "rms_norm_eps": shape.norm_eps or torch.finfo(torch.float32).eps,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "bos_token_id": bos_id,
+        "eos_token_id": bos_id,
+    }
+    if shape.attn_gate:
+        names = {word: kind for kind, word in HF_LAYERS.items()}
+        config["layer_types"] = [names[word] for word in words]
+        width = shape.model_dim // shape.num_heads
+        sizes = shape.gdn_shape or (shape.num_heads, shape.num_heads, width, width)
+        keys = "num_key_heads num_value_heads key_head_dim value_head_dim"
+        config |= {f"linear_{key}": size for key, size in zip(keys.split(), sizes, strict=True)}
+        config["linear_conv_kernel_dim"] = CONV_TAPS
+    return config
+
+
+def read_hf_tensors(folder, network):
+    """Copy the tensors of a folder's safetensors files into a network, one at a time. UserError."""
+    safe_open = load_safetensors().safe_open
+    views = hf_views(network)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():
+                name = key.replace("model.language_model.", "model.")
+                is_tied_head = name == "lm_head.weight" and network.head is None
+                if HF_SKIPPED.match(name) or is_tied_head:
+                    continue
+                tensor = file.get_tensor(key)
+                view = views.pop(name, None)
+                if view is None or view.shape != tensor.shape:
+                    size = "no such tensor" if view is None else list(view.shape)
+                    raise UserError(f"{path}: {key} {list(tensor.shape)}: expected {size}")
+                with torch.no_grad():
+                    view.copy_(tensor)
+    if views:
+        raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
+
+
+def import_(args):
+    """Read a model of transformers into a run folder: config.json, safetensors, tokenizer.model."""
+    path = args.folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{args.folder}: no config.json; must be a folder of Hugging Face's")
     try:
-        from safetensors.torch import save
-    except ImportError:
-        raise UserError("export needs safetensors: pip install safetensors") from None
-    state = llama_state(network)
+        shape = hf_shape(json.loads(path.read_bytes()))
+        network = GPT(GPTConfig(**shape))
+    except (LookupError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: does not describe a model: {error!r}") from None
+    settings = load_settings(Settings, dict(os.environ))
+    tokenizer_path = settings.tokenizer_path or str(args.folder / "tokenizer.model")
+    if tokenizer_path != "bytes" and not Path(tokenizer_path).is_file():
+        raise UserError(
+            f"TOKENIZER_PATH={tokenizer_path!r}: no such file; must be a .model or .tiktoken file, "
+            "or bytes"
+        )
+    tokenizer = read_tokenizer(tokenizer_path, shape)
+    if shape["vocab_size"] - tokenizer.vocab_size not in (0, 4):  # with or without roles
+        raise UserError(
+            f"TOKENIZER_PATH={tokenizer_path!r}: has {tokenizer.vocab_size} tokens; must have the "
+            f"model's {shape['vocab_size']}"
+        )
+    read_hf_tensors(args.folder, network)
+    args.out.mkdir()
+    header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
+    if tokenizer.file != "bytes":
+        replace_file(args.out / tokenizer.file, tokenizer.content)
+    source = Weights(path, network.state_dict(), asdict(network.config), header)
+    write_model(args.out / "step_000000", source)
+
+
+def export(args):
+    """Write model.safetensors and config.json, which transformers loads without other code."""
+    source = read_weights(args.model, args.weights)
+    network = rebuild(source)
+    try:
+        config = hf_config(network.config)
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from None
+    # Copies, because safetensors takes no views.
+    views = hf_views(network)
+    state = {
+        name: view.detach().clone(memory_format=torch.contiguous_format)
+        for name, view in views.items()
+    }
     files = {
-        "model.safetensors": save(state, {"format": "pt"}),
-        "config.json": (json.dumps(llama_config(shape), indent=1) + "\n").encode(),
+        "model.safetensors": load_safetensors().torch.save(state, {"format": "pt"}),
+        "config.json": (json.dumps(config, indent=1) + "\n").encode(),
     }
     write_folder(args.out, files)
-    print(f"{args.out}: {len(state)} tensors; transformers loads them as LlamaForCausalLM")
+    architecture = config["architectures"][0]
+    print(f"{args.out}: {len(state)} tensors; transformers loads them as {architecture}")
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -3101,6 +3360,7 @@ COMMANDS = {
     pack: "model out --weights",
     verify: "artifact checkpoint --weights",
     compare: "a b --weights",
+    import_: "folder out",
     export: "model out --weights",
     bitdelta: "base tuned out --weights --score",
     deltaquant: "base tuned out --weights --score",
@@ -3110,6 +3370,7 @@ WORDS = {
     "--tensors": {"action": "store_true", "help": "a line for each tensor too"},
     "checkpoint": {"nargs": "?"},
     "--weights": {"choices": AVERAGES, "help": "of a checkpoint (those that its run chose)"},
+    "folder": {"type": Path},
     "out": {"type": Path},
     "--score": {"action": "store_true", "help": "bits per byte on DATA_PATH's validation"},
     "--checkpoint": {"help": "of the same weights, for the error"},
@@ -3131,7 +3392,8 @@ def main():
     parser.error = fail_usage
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for run, words in COMMANDS.items():
-        command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        name = run.__name__.rstrip("_")  # import is a word of Python
+        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.error = fail_usage
         command.set_defaults(run=run)
         for word in words.split():
@@ -3139,6 +3401,8 @@ def main():
             command.add_argument(word, **names, **WORDS.get(word, {}))
     args = parser.parse_args()
     load_settings(Settings, dict(os.environ))  # a wrong name is an error of every command
+    if args.run is import_:  # often the first run of a clone
+        args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
     if "out" in args and (args.out.exists() or not args.out.absolute().parent.is_dir()):
         raise UserError(f"OUT {str(args.out)!r}: exists already, or its folder does not")
     try:

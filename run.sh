@@ -72,7 +72,7 @@ setting() {
 }
 
 # Prints how many shards of 100 million tokens the run is planned to read on $1 GPUs: by ITERATIONS, or else by the
-# clock at 1.5 million tokens/s a GPU: configs/golf_1gpu.env reached 1.4 million on an H200, and larger models are slower.
+# clock at 1.5 million tokens/s a GPU: configs/golf_1gpu.env reached 1.4 million on an H200. Larger models are slower.
 planned_shards() {
   local steps batch seconds tokens
   steps="$(setting ITERATIONS)" batch="$(setting TRAIN_BATCH_TOKENS)" seconds="$(setting MAX_WALLCLOCK_SECONDS)"

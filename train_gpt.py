@@ -118,7 +118,7 @@ class Settings:
     tie_embeddings: bool = True  # the embedding is the output head
     # optimizer and learning rates; defaults of the rates by optimizer: OPTIMIZER_PRESETS
     # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
-    optimizer: Literal["muon", "lion", "adamw", "adamw8bit", "adafactor"] = "muon"
+    optimizer: Literal["muon", "lion", "adamw"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
     scalar_lr: float = 0.02  # learning rate of gains, mixes, convolutions, GDN's decay and step
@@ -1245,7 +1245,7 @@ def self_test(name, form, network, device):
     """
     config = GPTConfig(
         **vars(network.config)
-        | dict(layers="g s a", norms="rms rms rms", attn_window=4, train_seq_len=512)
+        | dict(layers="g s a", norms="rms rms rms", attn_window=4, train_seq_len=512, bos_id=0)
     )
     model = GPT(config).to(device)
     for param in model.parameters():
@@ -1254,13 +1254,13 @@ def self_test(name, form, network, device):
     # The longest first, and some rows: fla chooses among its kernels by the first batch.
     for length in (333, 200, 64):
         ids = torch.randint(config.vocab_size, (8, length))
-        ids[torch.rand(8, length) < 0.05] = config.bos_id
+        ids[torch.rand(8, length) < 0.05] = 0
         inputs = [ids.to(device)] * 2
         FAST.clear()
         reference = losses_and_gradients(model, torch.float32, *inputs)
         plain = losses_and_gradients(model, network.dtype, *inputs)
         FAST[name] = form
-        borders = document_borders(ids, config.bos_id, device)
+        borders = document_borders(ids, 0, device)
         fast = losses_and_gradients(model, network.dtype, *inputs, *borders)
         errors.append([largest_error(tensors, reference) for tensors in (fast, plain)])
     return torch.tensor(errors).amax(0)
@@ -1319,12 +1319,22 @@ class GPTConfig:
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
+    head_dim: int = 0  # width of a head of attention; 0: model_dim / num_heads
+    qkv_bias: bool = False  # whether queries, keys and values have biases
+    qk_norm: bool = False  # whether queries and keys have norms with weights
+    attn_gate: bool = False  # whether each head of attention has an output gate
+    # key heads, value heads, widths of a key and of a value; empty: by num_heads
+    gdn_shape: list = field(default_factory=list)
     gdn_light: bool = False  # GDN with keys of half the size and no output gate
     attn_window: int = 512  # keys a sliding-window query sees, itself included
     mlp: str = "relu2"  # kind of MLP, see MLP.forward
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
+    mlp_hidden: int = 0  # hidden width of the MLP; 0: by mlp_mult
+    norm_eps: float = 0.0  # added to mean squares in RMSNorm; 0: the smallest of the dtype
     positions: str = "rope"  # rope, learned or none
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    rope_base: float = ROPE_BASE
+    rope_scaling: list = field(default_factory=list)  # see rotation
     qk_gain_init: float = 4.0  # initial gain of normed queries, per head; 0: no norm of q and k
     bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
     tie_embeddings: bool = True  # the embedding is the output head
@@ -1358,23 +1368,29 @@ def matrix(splits, cols, std=0.0):
     return weight
 
 
-def rms_norm(x):
+def rms_norm(x, eps=0.0):
     """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
-    return F.rms_norm(x, x.shape[-1:])
+    return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
 class Norm(nn.Module):
-    """One of NORMS: RMSNorm, plain or with weights; LayerNorm with weights and bias."""
+    """One of NORMS: RMSNorm, plain, with weights, or with weights less 1; LayerNorm with a bias."""
 
-    def __init__(self, kind, dim):
+    def __init__(self, kind, dim, eps=0.0):
         super().__init__()
-        self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.offset = 1.0 if kind == "rms_offset" else 0.0
+        self.weight = None
+        if kind != "rms":
+            self.weight = nn.Parameter(torch.full((dim,), 1 - self.offset))
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x):
         """Return x (..., dim) normed, in its own dtype."""
+        if self.weight is None:
+            return rms_norm(x, self.eps)
         if self.bias is None:
-            return scaled(rms_norm(x), self.weight)
+            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
         return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
 
 
@@ -1476,12 +1492,17 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        self.heads = config.num_heads
         self.light = config.gdn_light
-        key_dim = dim // 2 if self.light else dim
-        self.splits = (key_dim, key_dim, dim)  # of queries, keys and values, for all heads
-        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, dim), dim)
-        self.w_o = nn.Parameter(torch.zeros(dim, dim))
+        self.eps = config.norm_eps
+        heads = config.num_heads
+        width = dim // heads
+        shape = config.gdn_shape or (heads, heads, width // 2 if self.light else width, width)
+        self.key_heads, self.heads, key_width, width = shape
+        key_dim = self.key_heads * key_width
+        value_dim = self.heads * width
+        self.splits = (key_dim, key_dim, value_dim)  # of queries, keys and values, for all heads
+        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, value_dim), dim)
+        self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
         # Taps first: with channels first the compiler reads single numbers, not vectors.
@@ -1491,7 +1512,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
-        self.norm = nn.Parameter(torch.ones(dim // self.heads))
+        self.norm = nn.Parameter(torch.ones(width))
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
@@ -1503,12 +1524,15 @@ class GatedDeltaNet(nn.Module):
         # In front stand the tokens that the convolution reaches; before a text there are none.
         qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
         qkv = short_conv(qkv, self.conv, doc)
-        parts = qkv.split(self.splits, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)  # (B, T, H, K or V)
+        q, k, v = qkv.split(self.splits, dim=-1)
+        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
+        v = v.unflatten(-1, (self.heads, -1))
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
         # zeros would get gradients of 1e12.
         q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
         q = q.to(v.dtype) * q.size(-1) ** -0.5
+        if self.key_heads < self.heads:
+            q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
@@ -1520,20 +1544,28 @@ class GatedDeltaNet(nn.Module):
             o, *_ = FAST["gdn"](*inputs)
         else:
             o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
-        o = scaled(rms_norm(o), self.norm).flatten(-2)
+        o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if not self.light:
             o = o * F.silu(gate)
         return linear(o, self.w_o)
 
 
-def rotation(positions: Tensor, dims: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation(
+    positions: Tensor, dims: int, base: float, scaling: list[float], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
 
-    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864).
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864). scaling: none, or Llama 3's
+    factor, low and high frequency factors, and length before it. Rates that turn less often than
+    `low` in that length are divided by the factor, those that turn more often than `high` are not.
     """
-    half = dims // 2
-    exponent = torch.arange(half, device=positions.device) / half  # float32
-    angle = positions[..., None, None] * ROPE_BASE**-exponent
+    rates = base ** -(torch.arange(0, dims, 2, device=positions.device) / dims)  # float32
+    if scaling:
+        factor, low, high, length = scaling
+        turns = length * rates / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        rates = rates * (keep + (1 - keep) / factor)
+    angle = positions[..., None, None] * rates
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -1554,21 +1586,36 @@ class Attention(nn.Module):
     def __init__(self, config, window):
         super().__init__()
         dim = config.model_dim
-        self.heads = config.num_heads
-        self.kv_heads = config.num_kv_heads
-        self.head_dim = dim // self.heads
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
+        width = config.head_dim or dim // heads
+        self.head_dim = width
         self.window = window
-        kv_dim = self.kv_heads * self.head_dim
-        self.w_qkv = matrix((dim, kv_dim, kv_dim), dim)
-        self.w_o = nn.Parameter(torch.zeros(dim, dim))
-        gain = torch.full((self.heads,), config.qk_gain_init)
+        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
+        self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
+        self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
+        self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        gain = torch.full((heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.qk_norm:
+            kind = config.norms.split()[-1]
+            self.q_norm = Norm(kind, width, config.norm_eps)
+            self.k_norm = Norm(kind, width, config.norm_eps)
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
         T = x.size(1)
-        qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # (B, T, H, D)
+        qkv = linear(x, self.w_qkv)
+        if self.bias is not None:
+            qkv = qkv + self.bias.to(x.dtype)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.parts, dim=2)  # (B, T, H, D)
+        if self.gated:
+            gate = q[:, :, 1::2]
+            q = q[:, :, ::2]
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
@@ -1578,7 +1625,10 @@ class Attention(nn.Module):
             o = cache.attend(q, k, v, self.window)
         else:
             o = attend(q, k, v, doc[:, -T:], self.window, borders)
-        return linear(o.transpose(1, 2).flatten(2), self.w_o)
+        o = o.transpose(1, 2)
+        if self.gated:
+            o = o * torch.sigmoid(gate)
+        return linear(o.flatten(2), self.w_o)
 
 
 def init_wave(units):
@@ -1611,7 +1661,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        hidden = int(config.mlp_mult * dim)
+        hidden = config.mlp_hidden or int(config.mlp_mult * dim)
         self.kind = config.mlp
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
@@ -1655,8 +1705,8 @@ class Block(nn.Module):
     def __init__(self, config, norm):
         super().__init__()
         dim = config.model_dim
-        self.mixer_norm = Norm(norm, dim)
-        self.mlp_norm = Norm(norm, dim)
+        self.mixer_norm = Norm(norm, dim, config.norm_eps)
+        self.mlp_norm = Norm(norm, dim, config.norm_eps)
         self.mlp = MLP(config)
         self.mix = self.mixer_scale = self.mlp_scale = None
         if config.residual_mix:
@@ -1721,7 +1771,7 @@ class GPT(nn.Module):
             self.layers.append((blocks[block_name], mixers[mixer_name]))
         self.mixers = nn.ModuleList(mixers.values())
         self.blocks = nn.ModuleList(blocks.values())
-        self.final_norm = Norm(norms[-1], dim)
+        self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
     def context(self, ids):
         """Return doc, recent and positions for ids (B, T) at the beginning of texts.
@@ -1766,8 +1816,9 @@ class GPT(nn.Module):
         doc, recent, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
-        rope_dims = config.rope_dims or config.model_dim // config.num_heads
-        angles = rotation(positions, rope_dims if config.positions == "rope" else 0, x.dtype)
+        dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
+        dims = dims if config.positions == "rope" else 0
+        angles = rotation(positions, dims, config.rope_base, config.rope_scaling, x.dtype)
         if config.residual_mix:
             x = rms_norm(x)
         if config.positions == "learned":
@@ -2037,10 +2088,6 @@ class Optimizers:
             adam_groups += groups.values()
         elif kind in MASKED_OPTIMIZERS:
             self.all = [MASKED_OPTIMIZERS[kind](groups.values(), {})]
-        elif kind == "adafactor":
-            # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
-            # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
-            self.all = [torch.optim.Adafactor(groups.values(), eps=(1e-15, 0.02))]
         elif kind == "adamw":
             adam_groups += groups.values()
         else:
@@ -2082,18 +2129,8 @@ class Optimizers:
             if isinstance(optimizer, torch.optim.AdamW):
                 optimizer.found_inf = skip.float()  # 1: torch's fused kernel changes nothing
                 optimizer.step()
-            elif isinstance(optimizer, torch.optim.Adafactor):
-                if not skip:  # waits for the device, as torch's Adafactor itself does
-                    optimizer.step()
             else:
                 optimizer.step(skip)
-
-    def state_bytes(self):
-        """Return the bytes of all moments, scales and counters."""
-        total = 0
-        for state in self.state.values():
-            total += sum(tensor.nbytes for tensor in state.values())
-        return total
 
     def state_dict(self):
         """Return moments, scales and counters of each parameter, by its name."""
@@ -2106,50 +2143,6 @@ class Optimizers:
 
 
 # === end: optimizer ===
-
-
-# === shared: adamw8bit ===
-class AdamW8bit(MaskedOptimizer):
-    """AdamW (arXiv 1711.05101) with two bytes of state per weight (arXiv 2110.02861).
-
-    The moments m and v are kept in blocks of 256 weights. One byte has the level n of r = sqrt(v):
-    r = r_max 2**(-n / 16), where r_max is the block's largest. The other has m / r, linear in the
-    block. After 300 steps the loss was 0.16% above AdamW's; with linear codes of r, 0.9%.
-    """
-
-    def update(self, grad, state):
-        """Return the update and the new state, see MaskedOptimizer."""
-        beta1, beta2 = ADAM_BETAS
-        g = F.pad(grad.flatten(), (0, -grad.numel() % 256)).view(-1, 256)  # (blocks, 256)
-        if not state:
-            state["updates"] = g.new_zeros(())
-            state["scales"] = g.new_zeros(2, len(g), 1)
-            state["codes"] = g.new_zeros(2, len(g), 256, dtype=torch.int8)
-
-        # Decode the moments and update them.
-        ratio, level = state["codes"].to(g.dtype)
-        ratio_scale, r_max = state["scales"]  # (blocks, 1)
-        r = r_max * torch.exp2((level + 128) / -16)
-        m = (r * ratio * ratio_scale).lerp(g, 1 - beta1)
-        r = r.square().lerp(g.square(), 1 - beta2).sqrt()
-        updates = state["updates"] + 1
-        update = m / (1 - beta1**updates) / (r / (1 - beta2**updates).sqrt() + ADAM_EPS)
-
-        # Encode them again. A block that never had a gradient has 0 / 0 here, and codes of 0.
-        ratio = torch.where(r > 0, m / r, 0.0)
-        ratio_scale = ratio.abs().amax(1, keepdim=True) / 127
-        r_max = r.amax(1, keepdim=True)
-        level = (16 * torch.log2(r_max / r)).clamp(max=255) - 128
-        codes = torch.stack([ratio / ratio_scale, level]).nan_to_num(0.0).round().to(torch.int8)
-        scales = torch.stack([ratio_scale, r_max])
-        update = update.flatten()[: grad.numel()].view_as(grad)
-        return update, dict(updates=updates, scales=scales, codes=codes)
-
-
-MASKED_OPTIMIZERS["adamw8bit"] = AdamW8bit
-
-
-# === end: adamw8bit ===
 
 
 # === shared: schedule ===
@@ -3497,14 +3490,11 @@ OPTIMIZER_PRESETS = {
     "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03},
     "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004},
     "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
-    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
-    "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4},  # shares of a tensor's root mean square
 }
 # Learning rate of an untied output head. Parameter Golf's 0.008 lost 0.01 bits per byte at 256 wide
-# (docs/lab.md, 2026-11-25). Lion moves every weight by the whole rate, and Adafactor's rate is a
-# share of the head's root mean square.
+# (docs/lab.md, 2026-11-25). Lion moves every weight by the whole rate.
 HEAD_LR = 0.004
-OTHER_HEAD_LRS = {"lion": 0.002, "adafactor": 0.1}
+OTHER_HEAD_LRS = {"lion": 0.002}
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
@@ -3835,7 +3825,6 @@ def main():
         "tokenizer_sha256": tokenizer.sha256,
         "tokens": run.step * settings.train_batch_tokens,
         "params": counts,
-        "optimizer_state_bytes": optimizers.state_bytes(),
         "dtype": str(network.dtype).removeprefix("torch."),
         "weights": chosen,
         **score_artifact(artifact, scorer, data, run),

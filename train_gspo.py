@@ -125,7 +125,7 @@ class Settings:
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
     # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
-    optimizer: Literal["muon", "lion", "adamw", "adafactor"] = "adamw"
+    optimizer: Literal["muon", "lion", "adamw"] = "adamw"
     learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars
     grad_clip_norm: float = 1.0  # largest global gradient norm; 0: no clipping
@@ -1083,7 +1083,7 @@ def self_test(name, form, network, device):
     """
     config = GPTConfig(
         **vars(network.config)
-        | dict(layers="g s a", norms="rms rms rms", attn_window=4, train_seq_len=512)
+        | dict(layers="g s a", norms="rms rms rms", attn_window=4, train_seq_len=512, bos_id=0)
     )
     model = GPT(config).to(device)
     for param in model.parameters():
@@ -1092,13 +1092,13 @@ def self_test(name, form, network, device):
     # The longest first, and some rows: fla chooses among its kernels by the first batch.
     for length in (333, 200, 64):
         ids = torch.randint(config.vocab_size, (8, length))
-        ids[torch.rand(8, length) < 0.05] = config.bos_id
+        ids[torch.rand(8, length) < 0.05] = 0
         inputs = [ids.to(device)] * 2
         FAST.clear()
         reference = losses_and_gradients(model, torch.float32, *inputs)
         plain = losses_and_gradients(model, network.dtype, *inputs)
         FAST[name] = form
-        borders = document_borders(ids, config.bos_id, device)
+        borders = document_borders(ids, 0, device)
         fast = losses_and_gradients(model, network.dtype, *inputs, *borders)
         errors.append([largest_error(tensors, reference) for tensors in (fast, plain)])
     return torch.tensor(errors).amax(0)
@@ -1157,12 +1157,22 @@ class GPTConfig:
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
+    head_dim: int = 0  # width of a head of attention; 0: model_dim / num_heads
+    qkv_bias: bool = False  # whether queries, keys and values have biases
+    qk_norm: bool = False  # whether queries and keys have norms with weights
+    attn_gate: bool = False  # whether each head of attention has an output gate
+    # key heads, value heads, widths of a key and of a value; empty: by num_heads
+    gdn_shape: list = field(default_factory=list)
     gdn_light: bool = False  # GDN with keys of half the size and no output gate
     attn_window: int = 512  # keys a sliding-window query sees, itself included
     mlp: str = "relu2"  # kind of MLP, see MLP.forward
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
+    mlp_hidden: int = 0  # hidden width of the MLP; 0: by mlp_mult
+    norm_eps: float = 0.0  # added to mean squares in RMSNorm; 0: the smallest of the dtype
     positions: str = "rope"  # rope, learned or none
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    rope_base: float = ROPE_BASE
+    rope_scaling: list = field(default_factory=list)  # see rotation
     qk_gain_init: float = 4.0  # initial gain of normed queries, per head; 0: no norm of q and k
     bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
     tie_embeddings: bool = True  # the embedding is the output head
@@ -1196,23 +1206,29 @@ def matrix(splits, cols, std=0.0):
     return weight
 
 
-def rms_norm(x):
+def rms_norm(x, eps=0.0):
     """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
-    return F.rms_norm(x, x.shape[-1:])
+    return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
 class Norm(nn.Module):
-    """One of NORMS: RMSNorm, plain or with weights; LayerNorm with weights and bias."""
+    """One of NORMS: RMSNorm, plain, with weights, or with weights less 1; LayerNorm with a bias."""
 
-    def __init__(self, kind, dim):
+    def __init__(self, kind, dim, eps=0.0):
         super().__init__()
-        self.weight = None if kind == "rms" else nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.offset = 1.0 if kind == "rms_offset" else 0.0
+        self.weight = None
+        if kind != "rms":
+            self.weight = nn.Parameter(torch.full((dim,), 1 - self.offset))
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x):
         """Return x (..., dim) normed, in its own dtype."""
+        if self.weight is None:
+            return rms_norm(x, self.eps)
         if self.bias is None:
-            return scaled(rms_norm(x), self.weight)
+            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
         return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
 
 
@@ -1314,12 +1330,17 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        self.heads = config.num_heads
         self.light = config.gdn_light
-        key_dim = dim // 2 if self.light else dim
-        self.splits = (key_dim, key_dim, dim)  # of queries, keys and values, for all heads
-        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, dim), dim)
-        self.w_o = nn.Parameter(torch.zeros(dim, dim))
+        self.eps = config.norm_eps
+        heads = config.num_heads
+        width = dim // heads
+        shape = config.gdn_shape or (heads, heads, width // 2 if self.light else width, width)
+        self.key_heads, self.heads, key_width, width = shape
+        key_dim = self.key_heads * key_width
+        value_dim = self.heads * width
+        self.splits = (key_dim, key_dim, value_dim)  # of queries, keys and values, for all heads
+        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, value_dim), dim)
+        self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
         # Taps first: with channels first the compiler reads single numbers, not vectors.
@@ -1329,7 +1350,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
-        self.norm = nn.Parameter(torch.ones(dim // self.heads))
+        self.norm = nn.Parameter(torch.ones(width))
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
@@ -1341,12 +1362,15 @@ class GatedDeltaNet(nn.Module):
         # In front stand the tokens that the convolution reaches; before a text there are none.
         qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
         qkv = short_conv(qkv, self.conv, doc)
-        parts = qkv.split(self.splits, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)  # (B, T, H, K or V)
+        q, k, v = qkv.split(self.splits, dim=-1)
+        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
+        v = v.unflatten(-1, (self.heads, -1))
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
         # zeros would get gradients of 1e12.
         q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
         q = q.to(v.dtype) * q.size(-1) ** -0.5
+        if self.key_heads < self.heads:
+            q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
@@ -1358,20 +1382,28 @@ class GatedDeltaNet(nn.Module):
             o, *_ = FAST["gdn"](*inputs)
         else:
             o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
-        o = scaled(rms_norm(o), self.norm).flatten(-2)
+        o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if not self.light:
             o = o * F.silu(gate)
         return linear(o, self.w_o)
 
 
-def rotation(positions: Tensor, dims: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation(
+    positions: Tensor, dims: int, base: float, scaling: list[float], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
 
-    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864).
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864). scaling: none, or Llama 3's
+    factor, low and high frequency factors, and length before it. Rates that turn less often than
+    `low` in that length are divided by the factor, those that turn more often than `high` are not.
     """
-    half = dims // 2
-    exponent = torch.arange(half, device=positions.device) / half  # float32
-    angle = positions[..., None, None] * ROPE_BASE**-exponent
+    rates = base ** -(torch.arange(0, dims, 2, device=positions.device) / dims)  # float32
+    if scaling:
+        factor, low, high, length = scaling
+        turns = length * rates / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        rates = rates * (keep + (1 - keep) / factor)
+    angle = positions[..., None, None] * rates
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -1392,21 +1424,36 @@ class Attention(nn.Module):
     def __init__(self, config, window):
         super().__init__()
         dim = config.model_dim
-        self.heads = config.num_heads
-        self.kv_heads = config.num_kv_heads
-        self.head_dim = dim // self.heads
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
+        width = config.head_dim or dim // heads
+        self.head_dim = width
         self.window = window
-        kv_dim = self.kv_heads * self.head_dim
-        self.w_qkv = matrix((dim, kv_dim, kv_dim), dim)
-        self.w_o = nn.Parameter(torch.zeros(dim, dim))
-        gain = torch.full((self.heads,), config.qk_gain_init)
+        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
+        self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
+        self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
+        self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        gain = torch.full((heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.qk_norm:
+            kind = config.norms.split()[-1]
+            self.q_norm = Norm(kind, width, config.norm_eps)
+            self.k_norm = Norm(kind, width, config.norm_eps)
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
         T = x.size(1)
-        qkv = linear(x, self.w_qkv).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # (B, T, H, D)
+        qkv = linear(x, self.w_qkv)
+        if self.bias is not None:
+            qkv = qkv + self.bias.to(x.dtype)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.parts, dim=2)  # (B, T, H, D)
+        if self.gated:
+            gate = q[:, :, 1::2]
+            q = q[:, :, ::2]
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
@@ -1416,7 +1463,10 @@ class Attention(nn.Module):
             o = cache.attend(q, k, v, self.window)
         else:
             o = attend(q, k, v, doc[:, -T:], self.window, borders)
-        return linear(o.transpose(1, 2).flatten(2), self.w_o)
+        o = o.transpose(1, 2)
+        if self.gated:
+            o = o * torch.sigmoid(gate)
+        return linear(o.flatten(2), self.w_o)
 
 
 def init_wave(units):
@@ -1449,7 +1499,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        hidden = int(config.mlp_mult * dim)
+        hidden = config.mlp_hidden or int(config.mlp_mult * dim)
         self.kind = config.mlp
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
@@ -1493,8 +1543,8 @@ class Block(nn.Module):
     def __init__(self, config, norm):
         super().__init__()
         dim = config.model_dim
-        self.mixer_norm = Norm(norm, dim)
-        self.mlp_norm = Norm(norm, dim)
+        self.mixer_norm = Norm(norm, dim, config.norm_eps)
+        self.mlp_norm = Norm(norm, dim, config.norm_eps)
         self.mlp = MLP(config)
         self.mix = self.mixer_scale = self.mlp_scale = None
         if config.residual_mix:
@@ -1559,7 +1609,7 @@ class GPT(nn.Module):
             self.layers.append((blocks[block_name], mixers[mixer_name]))
         self.mixers = nn.ModuleList(mixers.values())
         self.blocks = nn.ModuleList(blocks.values())
-        self.final_norm = Norm(norms[-1], dim)
+        self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
     def context(self, ids):
         """Return doc, recent and positions for ids (B, T) at the beginning of texts.
@@ -1604,8 +1654,9 @@ class GPT(nn.Module):
         doc, recent, positions = (cache or self).context(ids)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
-        rope_dims = config.rope_dims or config.model_dim // config.num_heads
-        angles = rotation(positions, rope_dims if config.positions == "rope" else 0, x.dtype)
+        dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
+        dims = dims if config.positions == "rope" else 0
+        angles = rotation(positions, dims, config.rope_base, config.rope_scaling, x.dtype)
         if config.residual_mix:
             x = rms_norm(x)
         if config.positions == "learned":
@@ -1863,10 +1914,6 @@ class Optimizers:
             adam_groups += groups.values()
         elif kind in MASKED_OPTIMIZERS:
             self.all = [MASKED_OPTIMIZERS[kind](groups.values(), {})]
-        elif kind == "adafactor":
-            # A step is a share of max(eps[1], RMS of the weights). With torch's 1e-3, matrices that
-            # begin at zero hardly move. eps[0] is the paper's (arXiv 1804.04235): torch squares it.
-            self.all = [torch.optim.Adafactor(groups.values(), eps=(1e-15, 0.02))]
         elif kind == "adamw":
             adam_groups += groups.values()
         else:
@@ -1908,18 +1955,8 @@ class Optimizers:
             if isinstance(optimizer, torch.optim.AdamW):
                 optimizer.found_inf = skip.float()  # 1: torch's fused kernel changes nothing
                 optimizer.step()
-            elif isinstance(optimizer, torch.optim.Adafactor):
-                if not skip:  # waits for the device, as torch's Adafactor itself does
-                    optimizer.step()
             else:
                 optimizer.step(skip)
-
-    def state_bytes(self):
-        """Return the bytes of all moments, scales and counters."""
-        total = 0
-        for state in self.state.values():
-            total += sum(tensor.nbytes for tensor in state.values())
-        return total
 
     def state_dict(self):
         """Return moments, scales and counters of each parameter, by its name."""
@@ -2648,6 +2685,8 @@ def load_model(name, path):
         raise UserError(f"{name}='': must be a run, a checkpoint or an artifact")
     if (file / "model.upar").is_file():
         file = file / "model.upar"
+    if (file / "config.json").is_file():
+        raise UserError(f"{name}={path!r}: first python quantize.py import {path} runs/imported")
     if file.is_dir():
         file, faults = newest_checkpoint(file)
         if file is None:
@@ -2679,7 +2718,8 @@ def load_model(name, path):
             f"{name}={path!r}: the tokenizer beside it, {tokenizer.file} with "
             f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
-    network = GPT(GPTConfig(**{field: shape[field] for field in GPTConfig.__dataclass_fields__}))
+    known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
+    network = GPT(GPTConfig(**{field: shape[field] for field in known}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
     if ranks:
         setup_lora_adapter(network, ranks[0])
@@ -3171,7 +3211,7 @@ class Decoder:
             # Only sizes are dynamic: constants such as the soft cap would be traced twice (6 s).
             torch._dynamo.config.specialize_float = True
             self.step = torch.compile(self.read, dynamic=True)
-        bos = network.config.bos_id
+        bos = max(network.config.bos_id, 0)  # some imported models have none
         ids = [torch.tensor(prompt) for prompt in prompts]
         ids = pad_sequence(ids, True, bos, "left").to(network.embed.device)
         before = CONV_TAPS - 1  # padding of all rows, which the first token's convolution reaches
@@ -4228,7 +4268,6 @@ def main():
         "init_from": source,
         "params": count_parameters(network),
         "weights": chosen,
-        "optimizer_state_bytes": trainer.optimizers.state_bytes(),
         **score_artifact(run, trainer, exam),
         "last": metrics,
         "total_seconds": time.perf_counter() - begin,

@@ -9,6 +9,7 @@ from test_model import SETTINGS, config, tokens
 
 import sample as S
 import train_gpt as T
+import train_sft
 
 ALONE = T.Runtime(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
 
@@ -253,7 +254,6 @@ def test_cached_generation_makes_each_sum_once(monkeypatch):
         ("adamw", "AdamW"),
         ("adamw8bit", "AdamW8bit"),
         ("lion", "Lion"),
-        ("adafactor", "Adafactor"),
     ],
 )
 def test_adapters_have_the_rates_of_matrices(name, owner):
@@ -263,7 +263,7 @@ def test_adapters_have_the_rates_of_matrices(name, owner):
     net = trained(T.GPT(T.model_config(settings, 64, 1)))
     for part in ("original", "lora"):  # all of the network, then the adapter alone
         net.requires_grad_(True) if part == "original" else train_only(net)
-        optimizers = T.Optimizers(net, name, rates, ALONE)
+        optimizers = train_sft.Optimizers(net, name, rates, ALONE)
         groups = {
             param: (type(each).__name__, group)
             for each in optimizers.all

@@ -114,7 +114,7 @@ def test_rotary_positions_are_relative_and_keep_norms():
     torch.manual_seed(3)
     q, k = torch.randn(2, 1, 6, 1, 8, dtype=torch.float64)
     positions = torch.arange(6)
-    angles = [T.rotation(positions + shift, 8, q.dtype) for shift in (0, 11)]
+    angles = [T.rotation(positions + shift, 8, 1e4, [], q.dtype) for shift in (0, 11)]
     at, later = (T.rotate(q, *turn) for turn in angles)
     key_at, key_later = (T.rotate(k, *turn) for turn in angles)
     products = torch.einsum("bihd,bjhd->ij", at, key_at)

@@ -117,7 +117,7 @@ def test_bytes_are_those_of_artifacts(plan, steps, size, matrix, embedding):
     assert found["embedding"] == pytest.approx(embedding, rel=0.03)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["muon", "lion"])
 def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
     """State of a step of the real optimizer; weights, gradients, two averages and masters are 4
     bytes a parameter.

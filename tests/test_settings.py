@@ -472,6 +472,15 @@ def test_model_config_takes_the_shape_from_the_settings():
         "unet_skips": False,
         "logit_softcap": 30.0,
         "embed_init_std": 0.005,
+        "head_dim": 0,
+        "qkv_bias": False,
+        "qk_norm": False,
+        "attn_gate": False,
+        "gdn_shape": [],
+        "mlp_hidden": 0,
+        "norm_eps": 0.0,
+        "rope_base": 10000.0,
+        "rope_scaling": [],
     }
     assert {name: shape.pop(name) for name in facts} == facts
     assert shape == {name: getattr(settings, name) for name in shape}

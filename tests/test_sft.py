@@ -586,7 +586,7 @@ def captured(made, ids):
     x = x0 = S.rms_norm(F.embedding(ids, made.embed))
     for block, mixer in zip(made.blocks, made.mixers, strict=True):
         x = block.mix[0] * x + block.mix[1] * x0
-        angles = S.rotation(positions, mixer.head_dim if hasattr(mixer, "q_gain") else 0, x.dtype)
+        angles = S.rotation(positions, getattr(mixer, "head_dim", 0), 1e4, [], x.dtype)
         y = mixer(block.mixer_norm(x), doc, angles, None, None)
         x = x + y * block.mixer_scale
         x = x + block.mlp(block.mlp_norm(x)) * block.mlp_scale

@@ -514,10 +514,10 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> Counter:
     for _, mixer in network.layers:
         if window := getattr(mixer, "window", 0):
             keys = sum(min(position, window) for position in range(1, seq_len + 1)) / seq_len
-            parts["attention"] += 12 * mixer.heads * mixer.head_dim * keys
+            parts["attention"] += 12 * mixer.w_o.size(1) * keys
         else:
             key_width, _, value_width = mixer.splits  # of all heads
-            parts["Gated DeltaNet"] += 18 * key_width * value_width / mixer.heads
+            parts["Gated DeltaNet"] += 18 * key_width * value_width / mixer.key_heads
     return parts
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"  # the script that is measured
@@ -185,8 +186,20 @@ def timed_result(folder: Path) -> dict:
         "parameters": parameters,
         "step_ms": milliseconds,
         "tokens_per_second": 1000 * tokens_per_step / milliseconds,
-        "state_bytes_per_parameter": result["optimizer_state_bytes"] / parameters,
+        "optimizer_state_bytes": state_bytes(folder),
+        "state_bytes_per_parameter": state_bytes(folder) / parameters,
     }
+
+
+@lru_cache
+def state_bytes(folder: Path) -> int:
+    """Return the bytes of the optimizers' state in a run's last checkpoint, 0 without one."""
+    total = 0
+    for checkpoint in sorted(folder.glob("step_*"))[-1:]:
+        saved = torch.load(checkpoint / "training.pt", weights_only=True)["optimizers"]
+        for state in saved.values():
+            total += sum(tensor.nbytes for tensor in state.values())
+    return total
 
 
 def step_ms(log: str) -> float:

@@ -1,0 +1,245 @@
+"""Models of transformers, read by quantize.py import and written by export: logits, gradients, generation, and every
+tensor byte for byte.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import quantize as Q
+import sample
+import train_sft as S
+from conftest import ROOT, environment, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VOCAB = 264  # of the tokenizer "bytes"
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+HYBRID = dict(head_dim=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+# name -> architecture, and what its config has beside SIZES.
+MODELS = {
+    "llama": ("Llama", dict(rms_norm_eps=1e-5)),
+    "llama_tied_mqa": ("Llama", dict(tie_word_embeddings=True, num_key_value_heads=1)),
+    "llama3": ("Llama", dict(head_dim=24, rope_parameters=LLAMA3)),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_tied": ("Qwen2", dict(tie_word_embeddings=True, num_key_value_heads=4)),
+    "qwen3": ("Qwen3", dict(head_dim=24)),
+    "qwen3_5": ("Qwen3_5", HYBRID | dict(heads=(2, 2, 16, 16), tie_word_embeddings=True)),
+    "qwen3_5_1_to_2": ("Qwen3_5", HYBRID | dict(heads=(2, 4, 16, 24))),
+    "qwen3_5_1_to_4": ("Qwen3_5", HYBRID | dict(heads=(1, 4, 32, 16))),
+}
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=100,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Return the package, with its own form of the delta rule: fla's would need a GPU."""
+    before = sys.modules.get("fla")
+    sys.modules["fla"] = None
+    package = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("safetensors")
+    package.utils.logging.set_verbosity_error()
+    yield package
+    del sys.modules["fla"]
+    if before is not None:
+        sys.modules["fla"] = before
+
+
+def make(transformers, name, **changes):
+    """Return a model of transformers with random weights, whose logits are of order 10."""
+    family, extra = MODELS[name]
+    extra = {**extra, **changes}
+    heads = extra.pop("heads", None)
+    if heads:
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        extra |= {f"linear_{key}": size for key, size in zip(names, heads, strict=True)}
+    config_name = f"{family}TextConfig" if family == "Qwen3_5" else f"{family}Config"
+    config = getattr(transformers, config_name)(**{**SIZES, **extra})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    for key, param in model.named_parameters():
+        noise = torch.randn_like(param)
+        if "A_log" in key or "dt_bias" in key:
+            param.data += 0.1 * noise
+        elif param.ndim == 1:
+            param.data += 0.2 * noise
+        elif "conv1d" in key:
+            param.data = 0.2 * noise
+            param.data[..., -1] += 1.0
+        else:
+            param.data = noise * param.shape[-1] ** -0.5
+        if "in_proj_qkv" in key:
+            # Queries near their keys: an output near 0 would be normed, and so would its errors.
+            width = config.linear_num_key_heads * config.linear_key_head_dim
+            param.data[:width] = param.data[width : 2 * width] + 0.3 * param.data[:width]
+    head = model.get_output_embeddings().weight
+    head.data *= 3
+    return model
+
+
+@pytest.fixture
+def imported(transformers, tmp_path, monkeypatch, capsys):
+    """imported(name): (model of transformers, its folder, the run folder that import made of it)."""
+
+    def call(name, dtype=torch.float32, **changes):
+        model = make(transformers, name, **changes).to(dtype)
+        folder, out = tmp_path / name, tmp_path / "runs" / name
+        model.save_pretrained(folder)
+        monkeypatch.setenv("TOKENIZER_PATH", "bytes")
+        run("import", folder, out)
+        return model, folder, out
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["quantize.py", *map(str, words)])
+        code = Q.exit_code(Q.main)
+        error = capsys.readouterr().err
+        assert code == 0, error
+
+    call.run = run
+    return call
+
+
+def load(out):
+    return S.load_model("INIT_FROM", str(out))[0]
+
+
+def texts(rows=3, length=70):
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_those_of_transformers(imported, name):
+    model, _, out = imported(name)
+    network = load(out)
+    ids = texts()
+    expected = model(ids, labels=ids)
+    assert 2 < expected.logits.abs().max() < 40
+    assert (network(ids) - expected.logits).abs().max() < 1e-4
+    targets = torch.cat([ids[:, 1:], torch.full((3, 1), -1)], 1)
+    loss = network(ids, targets).sum() / (targets >= 0).sum()
+    assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-5)
+    loss.backward()
+    expected.loss.backward()
+    gradients = {key: param.grad for key, param in model.named_parameters()}
+    for param in network.parameters():
+        param.data = param.grad  # so that the views are of gradients
+    for key, found in Q.hf_views(network).items():
+        want = gradients[key]
+        assert (found - want).norm() < 1e-3 * want.norm() + 1e-6, key
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "qwen3_5_1_to_2"])
+def test_token_by_token_and_padded_rows(imported, name):
+    """Greedy texts after prompts of different lengths are those of transformers, row by row."""
+    model, _, out = imported(name)
+    network = load(out)
+    prompts = [row.tolist() for row in texts(2, 40)]
+    prompts[1] = prompts[1][:7]
+    samples = sample.generate(network, prompts, 1, 12, 0.0, [(0,), (1,)], frozenset())
+    for prompt, found in zip(prompts, samples, strict=True):
+        ids = torch.tensor([prompt])
+        want = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert found.ids == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_gives_every_tensor_back(transformers, imported, tmp_path, name):
+    """In bfloat16 and float32, byte for byte; transformers loads the folder as the same class."""
+    model, folder, out = imported(name, torch.bfloat16)
+    imported.run("export", out, tmp_path / "back")
+    again, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert type(again) is type(model)
+    keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    assert not any(loading[key] for key in keys), loading
+    state = again.state_dict()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[key]), key
+
+
+def test_a_folder_of_several_files_with_images(imported, tmp_path):
+    """Qwen3_5ForConditionalGeneration has its text model under another name, and other parts beside."""
+    from safetensors.torch import load_file, save_file
+
+    model, folder, out = imported("qwen3_5")
+    state = load_file(folder / "model.safetensors")
+    renamed = {key.replace("model.", "model.language_model."): w for key, w in state.items()}
+    renamed |= {"model.visual.patch.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    names = sorted(renamed)
+    other = tmp_path / "images"
+    other.mkdir()
+    for number, half in enumerate((names[::2], names[1::2])):
+        save_file({key: renamed[key] for key in half}, other / f"model-{number}.safetensors")
+    config = json.loads((folder / "config.json").read_bytes())
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    (other / "config.json").write_text(json.dumps(config))
+    imported.run("import", other, tmp_path / "runs" / "images")
+    for one, two in zip(
+        *(load(path).parameters() for path in (out, out.parent / "images")), strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+REFUSED = [
+    (dict(architectures=["MistralForCausalLM"]), "architectures='MistralForCausalLM': must be one"),
+    (dict(attention_bias=True), "attention_bias=True: must be False"),
+    (dict(mlp_bias=True), "mlp_bias=True: must be False"),
+    (dict(use_sliding_window=True), "use_sliding_window=True: must be False"),
+    (dict(hidden_act="gelu"), "hidden_act='gelu': must be 'silu'"),
+    (dict(quantization_config={}), "quantization_config={}: must be None"),
+    (dict(rope_parameters=dict(rope_type="yarn")), "rope_type='yarn': must be default or llama3"),
+    (dict(layer_types=["sliding_attention"] * 3), "layer_types=.*: must be among full_attention"),
+    (dict(hidden_size=None), "does not describe a model"),
+    (dict(intermediate_size=96), "mlp.down_proj.weight .*: expected .64, 96."),
+    (dict(num_hidden_layers=4), "lack model.layers.3"),
+    (dict(num_hidden_layers=2), "model.layers.2.* expected no such tensor"),
+    (dict(vocab_size=300), "has 264 tokens; must have the model.s 300"),
+]
+
+
+@pytest.mark.parametrize(("changes", "fault"), REFUSED)
+def test_what_the_network_does_not_compute_is_refused_by_name(
+    imported, tmp_path, monkeypatch, capsys, changes, fault
+):
+    _, folder, _ = imported("llama")
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    out = tmp_path / "refused"
+    monkeypatch.setattr(sys, "argv", ["quantize.py", "import", str(folder), str(out)])
+    assert Q.exit_code(Q.main) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and pytest.importorskip("re").search(fault, error), error
+    assert not out.exists()
+
+
+def test_a_script_names_the_command(imported):
+    """INIT_FROM of a folder that was not imported; and of one that was, which then trains."""
+    _, folder, out = imported("qwen3_5_1_to_2")
+    with pytest.raises(S.UserError, match=r"first python quantize\.py import"):
+        S.load_model("INIT_FROM", str(folder))
+    rows = folder.parent / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps(dict(prompt=str(i), answer=str(i))) + "\n" for i in range(99))
+    )
+    settings = dict(INIT_FROM=out, TRAIN_FILES=rows, ITERATIONS=3, COMPILE=0, RUN_ID="tuned")
+    settings |= dict(MAX_WALLCLOCK_SECONDS=0, OUT_DIR=folder.parent, TRAIN_SEQ_LEN=64)
+    done = start([ROOT / "train_sft.py"], environment(**settings), Path(folder.parent))
+    assert done.returncode == 0, done.stderr
