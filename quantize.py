@@ -1,10 +1,11 @@
-"""The artifact file: pack, unpack, look inside, verify, compare, export; deltas, which make one model into another.
+"""The artifact file: pack, unpack, verify, compare; deltas; models of transformers in and out.
 
     python quantize.py info runs/<RUN_ID>/model.upar --tensors           # what its bytes are spent on
     python quantize.py verify runs/<RUN_ID>/model.upar runs/<RUN_ID> --weights ema
     MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # the same with 4 bits, to nearest
     python quantize.py bitdelta runs/<BASE> runs/<TUNED> tuned.delta     # 1 bit a weight; deltaquant: 1 to 8
     python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
+    python quantize.py import models/Qwen3.5-0.8B runs/qwen              # from Hugging Face's files; export: to them
 
 MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its newest whole
 checkpoint), or what `unpack` or `apply` wrote. Settings below are environment variables, in capitals; DATA_PATH and
@@ -2488,8 +2489,28 @@ def chosen_weights(folder):
     return "raw"
 
 
+def merge_adapters(tensors):
+    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added."""
+    merged = {}
+    for name, w in tensors.items():
+        module, adapted, last = name.partition(".parametrizations.")
+        if not adapted:
+            merged[name] = w
+        elif last.endswith(".original"):
+            matrix = last.removesuffix(".original")
+            a, b, scale = (
+                tensors[f"{module}{adapted}{matrix}.0.{part}"]
+                for part in ("lora_a", "lora_b", "scale")
+            )
+            merged[f"{module}.{matrix}"] = torch.addmm(w, scale * b, a)
+    return merged
+
+
 def read_checkpoint(folder, average):
-    """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError."""
+    """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError.
+
+    Adapters are added to their matrices.
+    """
     load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
@@ -2500,12 +2521,13 @@ def read_checkpoint(folder, average):
         identity = meta["identity"]
         shape = {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
         training = load(folder / "training.pt")
-        if average != "raw":  # the parameters, in their order
+        if average != "raw":  # what was trained, in its order
             require(training[average]["count"] > 0, "none had been collected when it was saved")
-            tensors = dict(zip(tensors, training[average]["values"], strict=True))
+            trained = [name for name in tensors if ".lora_" in name] or tensors
+            tensors |= dict(zip(trained, training[average]["values"], strict=True))
         return Weights(
             folder,
-            tensors,
+            merge_adapters(tensors),
             shape,
             run={**meta["settings"], "steps": meta["step"]},
             table=training.get("exporter", {}).get("table", {}),

@@ -230,8 +230,10 @@ def test_what_the_network_does_not_compute_is_refused_by_name(
     assert not out.exists()
 
 
-def test_a_script_names_the_command(imported):
-    """INIT_FROM of a folder that was not imported; and of one that was, which then trains."""
+def test_an_imported_model_is_trained_and_exported(transformers, imported):
+    """INIT_FROM of a folder that was not imported is an error; of one that was, it trains, by LoRA. What is exported
+    has the logits of the trained network.
+    """
     _, folder, out = imported("qwen3_5_1_to_2")
     with pytest.raises(S.UserError, match=r"first python quantize\.py import"):
         S.load_model("INIT_FROM", str(folder))
@@ -239,7 +241,25 @@ def test_a_script_names_the_command(imported):
     rows.write_text(
         "".join(json.dumps(dict(prompt=str(i), answer=str(i))) + "\n" for i in range(99))
     )
-    settings = dict(INIT_FROM=out, TRAIN_FILES=rows, ITERATIONS=3, COMPILE=0, RUN_ID="tuned")
-    settings |= dict(MAX_WALLCLOCK_SECONDS=0, OUT_DIR=folder.parent, TRAIN_SEQ_LEN=64)
+    settings = dict(INIT_FROM=out, TRAIN_FILES=rows, ITERATIONS=9, COMPILE=0, RUN_ID="tuned")
+    settings |= dict(
+        MAX_WALLCLOCK_SECONDS=0, OUT_DIR=folder.parent, TRAIN_SEQ_LEN=64, QAT=0, LORA_RANK=4
+    )
     done = start([ROOT / "train_sft.py"], environment(**settings), Path(folder.parent))
     assert done.returncode == 0, done.stderr
+    run = folder.parent / "tuned"
+    for average in ("raw", "ema"):
+        exported = folder.parent / average
+        imported.run("export", run, exported, "--weights", average)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+        (checkpoint,) = run.glob("step_000009")
+        network = load(checkpoint)
+        if average == "ema":
+            trained = [param for name, param in network.named_parameters() if ".lora_" in name]
+            values = torch.load(checkpoint / "training.pt")["ema"]["values"]
+            for param, value in zip(trained, values, strict=True):
+                param.data = value
+        with torch.no_grad():
+            ids = texts()
+            assert (network(ids) - theirs(ids).logits).abs().max() < 1e-4
+            assert (network(ids) - load(out)(ids)).abs().max() > 1e-2
