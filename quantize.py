@@ -3299,9 +3299,13 @@ def hf_config(shape):
 
 
 def read_hf_tensors(folder, network):
-    """Copy the tensors of a folder's safetensors files into a network, one at a time. UserError."""
+    """Copy the tensors of a folder's safetensors files into a network, one at a time.
+
+    Return their dtypes by name. Raises UserError if the network has other tensors.
+    """
     safe_open = load_safetensors().safe_open
     views = hf_views(network)
+    dtypes = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():
@@ -3316,8 +3320,10 @@ def read_hf_tensors(folder, network):
                     raise UserError(f"{path}: {key} {list(tensor.shape)}: expected {size}")
                 with torch.no_grad():
                     view.copy_(tensor)
+                dtypes[name] = str(tensor.dtype).removeprefix("torch.")
     if views:
         raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
+    return dtypes
 
 
 def import_(args):
@@ -3343,9 +3349,9 @@ def import_(args):
             f"TOKENIZER_PATH={tokenizer_path!r}: has {tokenizer.vocab_size} tokens; must have the "
             f"model's {shape['vocab_size']}"
         )
-    read_hf_tensors(args.folder, network)
+    meta = {"tokenizer": tokenizer.file, "dtypes": read_hf_tensors(args.folder, network)}
     args.out.mkdir()
-    header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
+    header = {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
     if tokenizer.file != "bytes":
         replace_file(args.out / tokenizer.file, tokenizer.content)
     source = Weights(path, network.state_dict(), asdict(network.config), header)
@@ -3353,19 +3359,23 @@ def import_(args):
 
 
 def export(args):
-    """Write model.safetensors and config.json, which transformers loads without other code."""
+    """Write model.safetensors and config.json, which transformers loads without other code.
+
+    Tensors of an imported model have the dtypes that they came with; others are float32.
+    """
     source = read_weights(args.model, args.weights)
     network = rebuild(source)
     try:
         config = hf_config(network.config)
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from None
-    # Copies, because safetensors takes no views.
-    views = hf_views(network)
-    state = {
-        name: view.detach().clone(memory_format=torch.contiguous_format)
-        for name, view in views.items()
-    }
+    dtypes = source.header.get("meta", {}).get("dtypes", {})
+    state = {}
+    for name, view in hf_views(network).items():
+        dtype = getattr(torch, dtypes.get(name, "float32"))
+        # A copy, because safetensors takes no views.
+        state[name] = view.detach().to(dtype, memory_format=torch.contiguous_format, copy=True)
+    config["dtype"] = str(state["model.embed_tokens.weight"].dtype).removeprefix("torch.")
     files = {
         "model.safetensors": load_safetensors().torch.save(state, {"format": "pt"}),
         "config.json": (json.dumps(config, indent=1) + "\n").encode(),
