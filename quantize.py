@@ -3182,10 +3182,16 @@ def hf_delta_views(mixer):
     }
 
 
-def hf_rope(config, head_dim):
-    """Return the fields of GPTConfig about rotary positions, of a config.json. Raises UserError."""
+def hf_rope(config, head_dim, default_share):
+    """Return the fields of GPTConfig about rotary positions, of a config.json. Raises UserError.
+
+    default_share: of a head's dimensions, those that rotate if the config does not say it.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    share = config.get("partial_rotary_factor", default_share)
+    share = rope.get("partial_rotary_factor", share)
+    if default_share == 1 != share:
+        raise UserError(f"config.json: partial_rotary_factor={share}: must be 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = []
     if kind == "llama3":
@@ -3203,13 +3209,16 @@ def hf_rope(config, head_dim):
 def hf_shape(config):
     """Return the fields of GPTConfig for a config.json. Raises UserError for what has no part."""
     (architecture,) = config["architectures"]
-    config = config | config.get("text_config", {})
+    # Transformers takes this from the top level if it stands there.
+    text = config.get("text_config", {})
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    config = config | text
     known = HF_ARCHITECTURES.get(architecture.replace("ConditionalGeneration", "CausalLM"))
     if known is None:
         names = ", ".join(HF_ARCHITECTURES)
         raise UserError(f"config.json: architectures={architecture!r}: must be one of {names}")
     for name, values in HF_REFUSED.items():
-        if config.get(name, values[0]) not in values:
+        if config.get(name) not in (None, *values):
             raise UserError(f"config.json: {name}={config[name]!r}: must be {values[0]!r}")
     count = config["num_hidden_layers"]
     every = config.get("full_attention_interval", 4 if known["attn_gate"] else 1)
@@ -3218,27 +3227,27 @@ def hf_shape(config):
     if set(kinds) - set(HF_LAYERS):
         raise UserError(f"config.json: layer_types={kinds}: must be among {', '.join(HF_LAYERS)}")
     norm = "rms_offset" if known["attn_gate"] else "rms_weight"
-    bos_id = config.get("bos_token_id")
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     shape = {
         "vocab_size": config["vocab_size"],
-        "bos_id": -1 if bos_id is None else bos_id,
+        "bos_id": -1,  # the tokenizer's; config.json often has none
         "layers": " ".join(HF_LAYERS[kind] for kind in kinds),
         "norms": " ".join([norm] * count),
-        "train_seq_len": config["max_position_embeddings"],
+        # Scores have windows of this length, which must fit into memory.
+        "train_seq_len": min(config["max_position_embeddings"], 4096),
         "model_dim": config["hidden_size"],
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
         "mlp_hidden": config["intermediate_size"],
         "norm_eps": config["rms_norm_eps"],
-        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "tie_embeddings": tied,
     }
     if "linear_attention" in kinds:
         names = "num_key_heads num_value_heads key_head_dim value_head_dim"
         shape["gdn_shape"] = [config[f"linear_{name}"] for name in names.split()]
-    return HF_SHAPE | known | shape | hf_rope(config, head_dim)
+    return HF_SHAPE | known | shape | hf_rope(config, head_dim, 0.25 if known["attn_gate"] else 1.0)
 
 
 def hf_config(shape):
@@ -3261,8 +3270,11 @@ def hf_config(shape):
     bos_id = shape.bos_id if shape.bos_id >= 0 else None
     head_dim = shape.head_dim or shape.model_dim // shape.num_heads
     rope = {"rope_type": "default", "rope_theta": shape.rope_base}
-    if shape.rope_dims not in (0, head_dim):
-        rope["partial_rotary_factor"] = shape.rope_dims / head_dim
+    rope_dims = shape.rope_dims or head_dim
+    if shape.attn_gate:
+        rope["partial_rotary_factor"] = rope_dims / head_dim
+    elif rope_dims != head_dim:
+        raise UserError(f"transformers' {architecture} has no rope_dims={shape.rope_dims}")
     if shape.rope_scaling:
         factor, low, high, length = shape.rope_scaling
         rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low}
@@ -3298,29 +3310,37 @@ def hf_config(shape):
     return config
 
 
+def hf_tensors(folder):
+    """Yield path, name and tensor of all tensors in a folder's safetensors files. UserError."""
+    safetensors = load_safetensors()
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                for key in file.keys():
+                    yield path, key, file.get_tensor(key)
+        except safetensors.SafetensorError as error:
+            raise UserError(f"{path}: no whole safetensors file: {error}") from None
+
+
 def read_hf_tensors(folder, network):
     """Copy the tensors of a folder's safetensors files into a network, one at a time.
 
     Return their dtypes by name. Raises UserError if the network has other tensors.
     """
-    safe_open = load_safetensors().safe_open
     views = hf_views(network)
     dtypes = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():
-                name = key.replace("model.language_model.", "model.")
-                is_tied_head = name == "lm_head.weight" and network.head is None
-                if HF_SKIPPED.match(name) or is_tied_head:
-                    continue
-                tensor = file.get_tensor(key)
-                view = views.pop(name, None)
-                if view is None or view.shape != tensor.shape:
-                    size = "no such tensor" if view is None else list(view.shape)
-                    raise UserError(f"{path}: {key} {list(tensor.shape)}: expected {size}")
-                with torch.no_grad():
-                    view.copy_(tensor)
-                dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+    for path, key, tensor in hf_tensors(folder):
+        name = key.replace("model.language_model.", "model.")
+        is_tied_head = name == "lm_head.weight" and network.head is None
+        if HF_SKIPPED.match(name) or is_tied_head:
+            continue
+        view = views.pop(name, None)
+        if view is None or view.shape != tensor.shape:
+            size = "no such tensor" if view is None else list(view.shape)
+            raise UserError(f"{path}: {key} {list(tensor.shape)}: expected {size}")
+        with torch.no_grad():
+            view.copy_(tensor)
+        dtypes[name] = str(tensor.dtype).removeprefix("torch.")
     if views:
         raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
     return dtypes
@@ -3332,24 +3352,29 @@ def import_(args):
     if not path.is_file():
         raise UserError(f"{args.folder}: no config.json; must be a folder of Hugging Face's")
     try:
-        shape = hf_shape(json.loads(path.read_bytes()))
+        config = json.loads(path.read_bytes())
+        shape = hf_shape(config)
+        config |= config.get("text_config", {})
         network = GPT(GPTConfig(**shape))
     except (LookupError, ValueError, TypeError) as error:
         raise UserError(f"{path}: does not describe a model: {error!r}") from None
     settings = load_settings(Settings, dict(os.environ))
     tokenizer_path = settings.tokenizer_path or str(args.folder / "tokenizer.model")
-    if tokenizer_path != "bytes" and not Path(tokenizer_path).is_file():
+    is_file = Path(tokenizer_path).is_file() and tokenizer_path.endswith(".model")
+    if tokenizer_path != "bytes" and not is_file:
         raise UserError(
-            f"TOKENIZER_PATH={tokenizer_path!r}: no such file; must be a .model or .tiktoken file, "
-            "or bytes"
+            f"TOKENIZER_PATH={tokenizer_path!r}: must be a SentencePiece .model file, or bytes"
         )
     tokenizer = read_tokenizer(tokenizer_path, shape)
+    network.config.bos_id = tokenizer.bos_id
     if shape["vocab_size"] - tokenizer.vocab_size not in (0, 4):  # with or without roles
         raise UserError(
             f"TOKENIZER_PATH={tokenizer_path!r}: has {tokenizer.vocab_size} tokens; must have the "
             f"model's {shape['vocab_size']}"
         )
     meta = {"tokenizer": tokenizer.file, "dtypes": read_hf_tensors(args.folder, network)}
+    kept = ("bos_token_id", "eos_token_id", "max_position_embeddings")
+    meta["config"] = {name: config.get(name) for name in kept}
     args.out.mkdir()
     header = {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
     if tokenizer.file != "bytes":
@@ -3361,7 +3386,8 @@ def import_(args):
 def export(args):
     """Write model.safetensors and config.json, which transformers loads without other code.
 
-    Tensors of an imported model have the dtypes that they came with; others are float32.
+    An imported model has the dtypes, the ids of BOS and EOS, and the number of positions that it
+    came with. Others have float32, and the BOS of the next document as EOS.
     """
     source = read_weights(args.model, args.weights)
     network = rebuild(source)
@@ -3369,7 +3395,9 @@ def export(args):
         config = hf_config(network.config)
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from None
-    dtypes = source.header.get("meta", {}).get("dtypes", {})
+    meta = source.header.get("meta", {})
+    config |= meta.get("config", {})
+    dtypes = meta.get("dtypes", {})
     state = {}
     for name, view in hf_views(network).items():
         dtype = getattr(torch, dtypes.get(name, "float32"))

@@ -72,12 +72,12 @@ setting() {
 }
 
 # Prints how many shards of 100 million tokens the run is planned to read on $1 GPUs: by ITERATIONS, or else by the
-# clock at 1.5 million tokens/s a GPU: configs/golf_1gpu.env reached 1.4 million on an H200. Larger models are slower.
+# clock at 2 million tokens/s a GPU: configs/transformer_baseline.env reached 1.88 million on an H200.
 planned_shards() {
   local steps batch seconds tokens
   steps="$(setting ITERATIONS)" batch="$(setting TRAIN_BATCH_TOKENS)" seconds="$(setting MAX_WALLCLOCK_SECONDS)"
   seconds="${seconds:-600}"
-  tokens=$((${seconds%.*} * $1 * 1500000))
+  tokens=$((${seconds%.*} * $1 * 2000000))
   [ "${steps:-0}" = 0 ] || tokens=$((steps * ${batch:-524288}))
   printf '%s' $(((tokens + 99999999) / 100000000))
 }

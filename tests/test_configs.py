@@ -171,9 +171,9 @@ SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
 @pytest.mark.parametrize(
     ("config", "gpus", "given", "shards"),
     [
-        (EIGHT_GPUS, 8, {}, 72),  # 600 s at 12 million tokens/s
-        (ONE_GPU, 1, {}, 9),
-        (ONE_GPU, 2, {"MAX_WALLCLOCK_SECONDS": "60.5"}, 2),
+        (EIGHT_GPUS, 8, {}, 96),  # 600 s at 16 million tokens/s
+        (ONE_GPU, 1, {}, 12),
+        (ONE_GPU, 2, {"MAX_WALLCLOCK_SECONDS": "60.5"}, 3),
         ("configs/gdn_hybrid.env", 8, {}, 18),  # 2,200 steps of 786,432 tokens
         ("configs/gdn_hybrid.env", 8, {"ITERATIONS": "100"}, 1),
     ],

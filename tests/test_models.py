@@ -121,7 +121,8 @@ def load(out):
 
 
 def texts(rows=3, length=70):
-    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(5))
+    """Return ids of bytes: those below 4 have a meaning for the tokenizer."""
+    return torch.randint(4, 260, (rows, length), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -177,6 +178,10 @@ def test_export_gives_every_tensor_back(transformers, imported, tmp_path, name):
     keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
     assert not any(loading[key] for key in keys), loading
     assert again.dtype == torch.bfloat16
+    ids = ("bos_token_id", "eos_token_id", "max_position_embeddings")
+    assert [getattr(again.config, key) for key in ids] == [
+        getattr(model.config, key) for key in ids
+    ]
 
 
 def test_a_folder_of_several_files_with_images(imported, tmp_path):
@@ -193,7 +198,11 @@ def test_a_folder_of_several_files_with_images(imported, tmp_path):
     for number, half in enumerate((names[::2], names[1::2])):
         save_file({key: renamed[key] for key in half}, other / f"model-{number}.safetensors")
     config = json.loads((folder / "config.json").read_bytes())
-    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": config | {"tie_word_embeddings": False},
+        "tie_word_embeddings": True,  # which transformers goes by
+    }
     (other / "config.json").write_text(json.dumps(config))
     imported.run("import", other, tmp_path / "runs" / "images")
     for one, two in zip(
@@ -210,6 +219,7 @@ REFUSED = [
     (dict(hidden_act="gelu"), "hidden_act='gelu': must be 'silu'"),
     (dict(quantization_config={}), "quantization_config={}: must be None"),
     (dict(rope_parameters=dict(rope_type="yarn")), "rope_type='yarn': must be default or llama3"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5: must be 1"),
     (dict(layer_types=["sliding_attention"] * 3), "layer_types=.*: must be among full_attention"),
     (dict(hidden_size=None), "does not describe a model"),
     (dict(intermediate_size=96), "mlp.down_proj.weight .*: expected .64, 96."),
@@ -217,6 +227,41 @@ REFUSED = [
     (dict(num_hidden_layers=2), "model.layers.2.* expected no such tensor"),
     (dict(vocab_size=300), "has 264 tokens; must have the model.s 300"),
 ]
+
+
+def test_nulls_and_damaged_files(imported, tmp_path, monkeypatch, capsys):
+    """A key that is null is one that is missing. A file that is cut off is named."""
+    _, folder, out = imported("llama")
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes())
+    nulls = ("attention_bias", "mlp_bias", "rope_scaling", "quantization_config", "head_dim")
+    path.write_text(json.dumps(config | dict.fromkeys(nulls)))
+    imported.run("import", folder, tmp_path / "runs" / "nulls")
+    assert torch.equal(load(out)(texts()), load(tmp_path / "runs" / "nulls")(texts()))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    monkeypatch.setattr(sys, "argv", ["quantize.py", "import", str(folder), str(tmp_path / "cut")])
+    assert Q.exit_code(Q.main) == 2
+    error = capsys.readouterr().err
+    assert "model.safetensors: no whole safetensors file" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3_5"])
+def test_a_part_of_a_head_that_rotates_is_told_or_refused(transformers, family):
+    """transformers' default is a quarter for Qwen3.5; the other models have no such part."""
+    config = transformers.Qwen3_5TextConfig() if family == "Qwen3_5" else transformers.LlamaConfig()
+    shape = Q.hf_shape(
+        json.loads(config.to_json_string()) | {"architectures": [f"{family}ForCausalLM"]}
+    )
+    assert shape["rope_dims"] == (64 if family == "Qwen3_5" else 128)
+    for dims in (0, 16):
+        network_config = Q.GPTConfig(**{**shape, "rope_dims": dims})
+        if family == "Llama" and dims:
+            with pytest.raises(Q.UserError, match="LlamaForCausalLM has no rope_dims=16"):
+                Q.hf_config(network_config)
+            continue
+        written = Q.hf_config(network_config)["rope_parameters"]
+        assert written.get("partial_rotary_factor", 1.0) == (dims / 256 if dims else 1.0)
 
 
 @pytest.mark.parametrize(("changes", "fault"), REFUSED)

@@ -192,13 +192,15 @@ def timed_result(folder: Path) -> dict:
 
 
 @lru_cache
-def state_bytes(folder: Path) -> int:
-    """Return the bytes of the optimizers' state in a run's last checkpoint, 0 without one."""
+def state_bytes(folder: Path) -> float:
+    """Return the bytes of the optimizers' state in a run's last checkpoint, NaN without one."""
+    checkpoints = sorted(folder.glob("step_*"))
+    if not checkpoints:
+        return math.nan
+    saved = torch.load(checkpoints[-1] / "training.pt", weights_only=True)["optimizers"]
     total = 0
-    for checkpoint in sorted(folder.glob("step_*"))[-1:]:
-        saved = torch.load(checkpoint / "training.pt", weights_only=True)["optimizers"]
-        for state in saved.values():
-            total += sum(tensor.nbytes for tensor in state.values())
+    for state in saved.values():
+        total += sum(tensor.nbytes for tensor in state.values())
     return total
 
 
@@ -352,7 +354,7 @@ def run_command(parser: argparse.ArgumentParser) -> None:
 def pretraining_rates(settings) -> dict[str, tuple[float, float]]:
     """Return what train_gpt.py's main gives each class: learning rate and weight decay.
 
-    Its head has another rate under Lion and Adafactor, and it has no adapters.
+    Its head has another rate under Lion, and it has no adapters.
     """
     return {
         "matrix": (settings.matrix_lr, settings.muon_wd),

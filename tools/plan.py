@@ -29,8 +29,6 @@ STATE_BYTES = {
     "muon": (4, 8),
     "lion": (4, 4),
     "adamw": (8, 8),
-    "adamw8bit": (2, 2),
-    "adafactor": (0, 0),
 }
 
 
