@@ -492,9 +492,16 @@ def read_tokenizer(path, facts):
 
 
 def rank_tokenizer(file, content, facts):
-    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
+
+    The file of an imported model is JSON: such lines as `ranks`, and facts.
+    """
+    ranks = content
+    if content.startswith(b"{"):
+        facts = json.loads(content)
+        ranks = facts["ranks"]
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
-    for line in content.splitlines():
+    for line in ranks.splitlines():
         piece, rank = line.split()
         pieces[int(rank)] = base64.b64decode(piece)
     return Tokenizer(file, content, facts["bos_id"], pieces)
@@ -1292,10 +1299,8 @@ class Norm(nn.Module):
     def __init__(self, kind, dim, eps=0.0):
         super().__init__()
         self.eps = eps
-        self.offset = 1.0 if kind == "rms_offset" else 0.0
-        self.weight = None
-        if kind != "rms":
-            self.weight = nn.Parameter(torch.full((dim,), 1 - self.offset))
+        self.offset = float(kind == "rms_offset")
+        self.weight = None if kind == "rms" else nn.Parameter(torch.full((dim,), 1 - self.offset))
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x):
@@ -1514,8 +1519,7 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             kind = config.norms.split()[-1]
-            self.q_norm = Norm(kind, width, config.norm_eps)
-            self.k_norm = Norm(kind, width, config.norm_eps)
+            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
@@ -1730,7 +1734,8 @@ class GPT(nn.Module):
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
-        dims = dims if config.positions == "rope" else 0
+        if config.positions != "rope":
+            dims = 0
         angles = rotation(positions, dims, config.rope_base, config.rope_scaling, x.dtype)
         if config.residual_mix:
             x = rms_norm(x)
@@ -3346,8 +3351,118 @@ def read_hf_tensors(folder, network):
     return dtypes
 
 
+# GPT-2's split of a text into parts within which bytes are merged; "ByteLevel" alone means it.
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def byte_of_letters():
+    """Return the byte that each letter stands for in a byte-level vocabulary.
+
+    The 188 printable characters of Latin-1 stand for themselves, and the letters from U+0100 on for
+    the other bytes in their order (GPT-2's bytes_to_unicode).
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted(set(range(256)) - set(printable))
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def hf_split(tokenizer):
+    """Return the regular expression that splits texts, of a tokenizer.json. Raises UserError."""
+    described = tokenizer["pre_tokenizer"] or {}
+    steps = described.get("pretokenizers", [described])
+    kinds = [step.get("type") for step in steps]
+    last = steps[-1]
+    is_plain = kinds[-1] == "ByteLevel" and not last.get("add_prefix_space")
+    if kinds == ["ByteLevel"] and is_plain and last.get("use_regex", True):
+        return GPT2_SPLIT
+    first = steps[0]
+    is_isolated = first.get("behavior") == "Isolated" and not first.get("invert")
+    if kinds == ["Split", "ByteLevel"] and is_plain and is_isolated and not last["use_regex"]:
+        if "Regex" in first["pattern"]:
+            return first["pattern"]["Regex"]
+    raise UserError(
+        f"tokenizer.json: pre_tokenizer {' '.join(map(str, kinds))}: must be ByteLevel without a "
+        "prefix space, or an isolated Split by Regex before it"
+    )
+
+
+def hf_tokenizer(folder, vocab_size):
+    """Return the content of a rank file for a folder's tokenizer.json: JSON, see rank_tokenizer.
+
+    Byte-level BPE alone. tiktoken merges the pair of the lowest rank first, so ids must be in the
+    order of merges. Special tokens are no text: they stay out of the ranks. BOS is the tokenizer's,
+    or <|endoftext|>. Raises UserError for what would not be reproduced.
+    """
+    tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+    model = tokenizer["model"]
+    normalizer = tokenizer.get("normalizer") or {"type": None}
+    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+        raise UserError(f"tokenizer.json: model {model['type']}: must be byte-level BPE")
+    if normalizer["type"] not in (None, "NFC"):
+        raise UserError(f"tokenizer.json: normalizer {normalizer['type']}: must be NFC or none")
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    ids = {piece: i for piece, i in model["vocab"].items() if piece not in added}
+    letters = byte_of_letters()
+    order = sorted(ids[letter] for letter in letters)  # a byte has no merge
+    for merge in model["merges"]:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        order.append(ids["".join(pair)])
+    if order[256:] != sorted(order[256:]) or set(order) != set(ids.values()):
+        raise UserError("tokenizer.json: merges: must be in the order of the ids that they make")
+    lines = []
+    for piece, i in ids.items():
+        content = bytes(letters[letter] for letter in piece)
+        lines.append(f"{base64.b64encode(content).decode()} {i}")
+    facts = {
+        "bos_id": hf_bos_id(folder, added),
+        "vocab_size": vocab_size,  # models may have more rows than their tokenizers have tokens
+        "split": hf_split(tokenizer),
+        "nfc": normalizer["type"] == "NFC",
+        "ranks": "\n".join(lines),
+    }
+    return json.dumps(facts).encode()
+
+
+def hf_bos_id(folder, added):
+    """Return the id of the BOS of a folder's tokenizer_config.json, or of <|endoftext|>."""
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_bytes()) if path.is_file() else {}
+    token = config.get("bos_token") or "<|endoftext|>"
+    if isinstance(token, dict):
+        token = token["content"]
+    if token not in added:
+        raise UserError(
+            f"{path}: bos_token {token!r}: must be one of tokenizer.json's added_tokens"
+        )
+    return added[token]
+
+
+def read_hf_tokenizer(folder, path, vocab_size):
+    """Return the Tokenizer of TOKENIZER_PATH, else of tokenizer.model, else of tokenizer.json."""
+    if not path and not (folder / "tokenizer.model").is_file():
+        if not (folder / "tokenizer.json").is_file():
+            raise UserError(
+                f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
+            )
+        try:
+            return rank_tokenizer("imported.tiktoken", hf_tokenizer(folder, vocab_size), {})
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{folder}/tokenizer.json: is not understood: {error!r}") from None
+    path = path or str(folder / "tokenizer.model")
+    if path != "bytes" and not (Path(path).is_file() and path.endswith(".model")):
+        raise UserError(f"TOKENIZER_PATH={path!r}: must be a SentencePiece .model file, or bytes")
+    tokenizer = read_tokenizer(path, {})
+    if vocab_size - tokenizer.vocab_size not in (0, 4):  # with or without roles
+        raise UserError(
+            f"TOKENIZER_PATH={path!r}: has {tokenizer.vocab_size} tokens; must have the model's "
+            f"{vocab_size}"
+        )
+    return tokenizer
+
+
 def import_(args):
-    """Read a model of transformers into a run folder: config.json, safetensors, tokenizer.model."""
+    """Read a model of transformers into a run folder: config.json, safetensors, tokenizer."""
     path = args.folder / "config.json"
     if not path.is_file():
         raise UserError(f"{args.folder}: no config.json; must be a folder of Hugging Face's")
@@ -3359,19 +3474,8 @@ def import_(args):
     except (LookupError, ValueError, TypeError) as error:
         raise UserError(f"{path}: does not describe a model: {error!r}") from None
     settings = load_settings(Settings, dict(os.environ))
-    tokenizer_path = settings.tokenizer_path or str(args.folder / "tokenizer.model")
-    is_file = Path(tokenizer_path).is_file() and tokenizer_path.endswith(".model")
-    if tokenizer_path != "bytes" and not is_file:
-        raise UserError(
-            f"TOKENIZER_PATH={tokenizer_path!r}: must be a SentencePiece .model file, or bytes"
-        )
-    tokenizer = read_tokenizer(tokenizer_path, shape)
+    tokenizer = read_hf_tokenizer(args.folder, settings.tokenizer_path, shape["vocab_size"])
     network.config.bos_id = tokenizer.bos_id
-    if shape["vocab_size"] - tokenizer.vocab_size not in (0, 4):  # with or without roles
-        raise UserError(
-            f"TOKENIZER_PATH={tokenizer_path!r}: has {tokenizer.vocab_size} tokens; must have the "
-            f"model's {shape['vocab_size']}"
-        )
     meta = {"tokenizer": tokenizer.file, "dtypes": read_hf_tensors(args.folder, network)}
     kept = ("bos_token_id", "eos_token_id", "max_position_embeddings")
     meta["config"] = {name: config.get(name) for name in kept}

@@ -42,6 +42,7 @@ import struct
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -592,9 +593,16 @@ def read_tokenizer(path, facts):
 
 
 def rank_tokenizer(file, content, facts):
-    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
+
+    The file of an imported model is JSON: such lines as `ranks`, and facts.
+    """
+    ranks = content
+    if content.startswith(b"{"):
+        facts = json.loads(content)
+        ranks = facts["ranks"]
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
-    for line in content.splitlines():
+    for line in ranks.splitlines():
         piece, rank = line.split()
         pieces[int(rank)] = base64.b64decode(piece)
     return Tokenizer(file, content, facts["bos_id"], pieces)
@@ -667,11 +675,7 @@ ENCODINGS = {
 
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    path = Path(path)
-    facts = ENCODINGS.get(path.stem)
-    if path.suffix == ".tiktoken" and not facts:
-        raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, facts))
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
 
 
 def add_encoder(tokenizer):
@@ -682,18 +686,23 @@ def add_encoder(tokenizer):
     """
     name = tokenizer.file.removesuffix(".tiktoken")
     facts = ENCODINGS.get(name)
+    if facts and tokenizer.sha256 != facts["sha256"]:
+        raise UserError(f"tokenizer {name}: is not the published rank file")
+    if tokenizer.content.startswith(b"{"):  # of an imported model, see quantize.py
+        facts = json.loads(tokenizer.content)
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
-        if tokenizer.sha256 != facts["sha256"]:
-            raise UserError(f"tokenizer {name}: is not the published rank file")
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         bpe = tiktoken.Encoding(
             name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
         )
         tokenizer.encode = bpe.encode_ordinary
+        if facts.get("nfc"):  # Unicode's normal form in which accents are part of their letters
+            normalize = functools.partial(unicodedata.normalize, "NFC")
+            tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
         tokenizer.encode = model.encode
@@ -1222,10 +1231,8 @@ class Norm(nn.Module):
     def __init__(self, kind, dim, eps=0.0):
         super().__init__()
         self.eps = eps
-        self.offset = 1.0 if kind == "rms_offset" else 0.0
-        self.weight = None
-        if kind != "rms":
-            self.weight = nn.Parameter(torch.full((dim,), 1 - self.offset))
+        self.offset = float(kind == "rms_offset")
+        self.weight = None if kind == "rms" else nn.Parameter(torch.full((dim,), 1 - self.offset))
         self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
 
     def forward(self, x):
@@ -1444,8 +1451,7 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             kind = config.norms.split()[-1]
-            self.q_norm = Norm(kind, width, config.norm_eps)
-            self.k_norm = Norm(kind, width, config.norm_eps)
+            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
@@ -1660,7 +1666,8 @@ class GPT(nn.Module):
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
-        dims = dims if config.positions == "rope" else 0
+        if config.positions != "rope":
+            dims = 0
         angles = rotation(positions, dims, config.rope_base, config.rope_scaling, x.dtype)
         if config.residual_mix:
             x = rms_norm(x)
@@ -1917,12 +1924,10 @@ class Optimizers:
         if kind == "muon":
             self.all = [Muon([groups.pop("matrix")], dict(runtime=runtime, dtype=model.dtype))]
             adam_groups += groups.values()
-        elif kind in MASKED_OPTIMIZERS:
-            self.all = [MASKED_OPTIMIZERS[kind](groups.values(), {})]
         elif kind == "adamw":
             adam_groups += groups.values()
         else:
-            raise ValueError(f"optimizer={kind!r}: no such kind")
+            self.all = [MASKED_OPTIMIZERS[kind](groups.values(), {})]
         adam = torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)
         self.all.append(adam)
 

@@ -32,6 +32,7 @@ import shutil
 import struct
 import sys
 import sysconfig
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -99,9 +100,16 @@ def read_tokenizer(path, facts):
 
 
 def rank_tokenizer(file, content, facts):
-    """Return the tokenizer of a rank file: a line per piece, in base64, and its id."""
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
+
+    The file of an imported model is JSON: such lines as `ranks`, and facts.
+    """
+    ranks = content
+    if content.startswith(b"{"):
+        facts = json.loads(content)
+        ranks = facts["ranks"]
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
-    for line in content.splitlines():
+    for line in ranks.splitlines():
         piece, rank = line.split()
         pieces[int(rank)] = base64.b64decode(piece)
     return Tokenizer(file, content, facts["bos_id"], pieces)
@@ -174,11 +182,7 @@ ENCODINGS = {
 
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    path = Path(path)
-    facts = ENCODINGS.get(path.stem)
-    if path.suffix == ".tiktoken" and not facts:
-        raise UserError(f"tokenizer {path}: must be one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, facts))
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
 
 
 def add_encoder(tokenizer):
@@ -189,18 +193,23 @@ def add_encoder(tokenizer):
     """
     name = tokenizer.file.removesuffix(".tiktoken")
     facts = ENCODINGS.get(name)
+    if facts and tokenizer.sha256 != facts["sha256"]:
+        raise UserError(f"tokenizer {name}: is not the published rank file")
+    if tokenizer.content.startswith(b"{"):  # of an imported model, see quantize.py
+        facts = json.loads(tokenizer.content)
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
-        if tokenizer.sha256 != facts["sha256"]:
-            raise UserError(f"tokenizer {name}: is not the published rank file")
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         bpe = tiktoken.Encoding(
             name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
         )
         tokenizer.encode = bpe.encode_ordinary
+        if facts.get("nfc"):  # Unicode's normal form in which accents are part of their letters
+            normalize = functools.partial(unicodedata.normalize, "NFC")
+            tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
         tokenizer.encode = model.encode

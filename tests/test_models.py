@@ -4,6 +4,7 @@ tensor byte for byte.
 
 import json
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -312,3 +313,131 @@ def test_an_imported_model_is_trained_and_exported(transformers, imported):
             ids = texts()
             assert (network(ids) - theirs(ids).logits).abs().max() < 1e-4
             assert (network(ids) - load(out)(ids)).abs().max() > 1e-2
+
+
+# --------------------------------------------------------------------------------------- tokenizers
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA_SPLIT = QWEN_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
+
+
+def train_tokenizer(kind, size=600):
+    """Return a tokenizer as the files of a published model describe it, trained on our sources."""
+    tokenizers = pytest.importorskip("tokenizers")
+    before = tokenizers.pre_tokenizers
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=kind == "llama3"))
+    if kind == "gpt2":
+        tokenizer.pre_tokenizer = before.ByteLevel(add_prefix_space=False)
+    elif kind == "smollm2":
+        steps = [before.Digits(individual_digits=True), before.ByteLevel(add_prefix_space=False)]
+        tokenizer.pre_tokenizer = before.Sequence(steps)
+    else:
+        pattern = tokenizers.Regex(LLAMA_SPLIT if kind == "llama3" else QWEN_SPLIT)
+        steps = [before.Split(pattern, "isolated")]
+        steps += [before.ByteLevel(add_prefix_space=False, use_regex=False)]
+        tokenizer.pre_tokenizer = before.Sequence(steps)
+    if kind == "qwen2":
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=before.ByteLevel.alphabet(), show_progress=False
+    )
+    sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tools").glob("*.py"))]
+    tokenizer.train_from_iterator([*sources, *hard_texts()], trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>"])
+    return tokenizer
+
+
+def hard_texts():
+    """Return 2,000 short texts: code, prose, emoji, CJK, combining accents, numbers, runs of spaces."""
+    words = "def f(x): return | I'll | DON'T | naïve | e\u0301te\u0301 | 日本語の文 | 한국어 | 👩‍👩‍👧 | 🙂 | 12345"
+    words = [
+        *words.split(" | "),
+        "3.14159",
+        "  ",
+        "    ",
+        "\n\n",
+        "\t",
+        "\r\n",
+        "!?...",
+        "ß",
+        "\u00a0",
+        "x_1",
+        "the",
+        "of",
+    ]
+    random = torch.Generator().manual_seed(1)
+    texts = []
+    for _ in range(2000):
+        count = int(torch.randint(1, 9, (1,), generator=random))
+        picks = torch.randint(len(words), (count,), generator=random).tolist()
+        space = " " if int(torch.randint(2, (1,), generator=random)) else ""
+        texts.append(space.join(words[pick] for pick in picks))
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "llama3"])
+def test_a_tokenizer_json_encodes_as_it_does(transformers, imported, monkeypatch, tmp_path, kind):
+    """2,000 texts. The model has more rows than the tokenizer has tokens; BOS is <|endoftext|>, or what
+    tokenizer_config.json says. Decoded ids are the text, or its normal form.
+    """
+    tokenizer = train_tokenizer(kind)
+    folder = tmp_path / "model"
+    make(transformers, "llama", vocab_size=640).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if kind == "llama3":
+        config = {"bos_token": {"content": "<|im_start|>"}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    out = tmp_path / "runs" / "read"
+    imported.run("import", folder, out)
+    network, found, _ = S.load_model("INIT_FROM", str(out))
+    bos = "<|im_start|>" if kind == "llama3" else "<|endoftext|>"
+    assert found.bos_id == network.config.bos_id == tokenizer.token_to_id(bos)
+    assert found.vocab_size == 640 > tokenizer.get_vocab_size()
+    different = 0
+    for text in hard_texts():
+        ids = found.encode(text)
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids, text
+        decoded = b"".join(found.pieces[i] for i in ids).decode()
+        assert decoded == (unicodedata.normalize("NFC", text) if kind == "qwen2" else text)
+        different += decoded != text
+    assert (different > 0) == (kind == "qwen2")
+    assert found.bos_id not in found.encode("<|endoftext|><|im_start|>")  # plain text
+
+
+def changed(described, **changes):
+    return json.dumps({**described, **changes})
+
+
+def test_what_a_tokenizer_json_must_be(transformers, monkeypatch, capsys, tmp_path):
+    folder = tmp_path / "model"
+    make(transformers, "llama", vocab_size=640).save_pretrained(folder)
+    path = folder / "tokenizer.json"
+
+    def refusal():
+        monkeypatch.setattr(
+            sys, "argv", ["quantize.py", "import", str(folder), str(tmp_path / "o")]
+        )
+        assert Q.exit_code(Q.main) == 2 and not (tmp_path / "o").exists()
+        error = capsys.readouterr().err.strip().splitlines()
+        return error[-1]
+
+    assert "no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH" in refusal()
+    train_tokenizer("smollm2").save(str(path))
+    assert "pre_tokenizer Digits ByteLevel: must be ByteLevel without a prefix space" in refusal()
+    train_tokenizer("qwen2").save(str(path))
+    good = json.loads(path.read_bytes())
+    path.write_text(changed(good, normalizer={"type": "Lowercase"}))
+    assert "normalizer Lowercase: must be NFC or none" in refusal()
+    model = good["model"]
+    path.write_text(changed(good, model={**model, "byte_fallback": True}))
+    assert "model BPE: must be byte-level BPE" in refusal()
+    merges = model["merges"]
+    path.write_text(changed(good, model={**model, "merges": [*merges[1:], merges[0]]}))
+    assert "merges: must be in the order of the ids" in refusal()
+    path.write_text(changed(good, added_tokens=[]))
+    assert "is not understood" in refusal() or "bos_token" in refusal()
+    path.write_text("{")
+    assert "is not understood" in refusal()
