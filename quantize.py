@@ -3106,6 +3106,12 @@ HF_ARCHITECTURES = {
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": False},
     "Qwen3_5ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": True},
 }
+HF_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+}
 HF_LAYERS = {"full_attention": "a", "linear_attention": "g"}
 # The network has no part for these. The values are those that it computes.
 HF_REFUSED = {
@@ -3255,8 +3261,8 @@ def hf_shape(config):
     return HF_SHAPE | known | shape | hf_rope(config, head_dim, 0.25 if known["attn_gate"] else 1.0)
 
 
-def hf_config(shape):
-    """Return the config.json of a network. Raises UserError if transformers has no such model."""
+def hf_architecture(shape):
+    """Return transformers' name for the architecture of a network. Raises UserError without one."""
     fitting = [
         name for name, known in HF_ARCHITECTURES.items() if known.items() <= vars(shape).items()
     ]
@@ -3265,30 +3271,34 @@ def hf_config(shape):
     architecture = fitting[0]
     norm = "rms_offset" if shape.attn_gate else "rms_weight"
     words = shape.layers.split()
+    head_dim = shape.head_dim or shape.model_dim // shape.num_heads
     wanted = HF_SHAPE | {"norms": " ".join([norm] * len(words))}
     if not shape.attn_gate:
         wanted["layers"] = " ".join("a" * len(words))
+        wanted["rope_dims"] = shape.rope_dims if shape.rope_dims == head_dim else 0
     for name, value in wanted.items():
         actual = getattr(shape, name)
         if actual != value:
             raise UserError(f"transformers' {architecture} has no {name}={actual!r}")
+    return architecture
+
+
+def hf_config(shape):
+    """Return the config.json of a network. Raises UserError if transformers has no such model."""
+    architecture = hf_architecture(shape)
+    words = shape.layers.split()
     bos_id = shape.bos_id if shape.bos_id >= 0 else None
     head_dim = shape.head_dim or shape.model_dim // shape.num_heads
     rope = {"rope_type": "default", "rope_theta": shape.rope_base}
-    rope_dims = shape.rope_dims or head_dim
     if shape.attn_gate:
-        rope["partial_rotary_factor"] = rope_dims / head_dim
-    elif rope_dims != head_dim:
-        raise UserError(f"transformers' {architecture} has no rope_dims={shape.rope_dims}")
+        rope["partial_rotary_factor"] = (shape.rope_dims or head_dim) / head_dim
     if shape.rope_scaling:
         factor, low, high, length = shape.rope_scaling
         rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low}
         rope |= {"high_freq_factor": high, "original_max_position_embeddings": int(length)}
     config = {
         "architectures": [architecture],
-        "model_type": {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}.get(
-            architecture.removesuffix("ForCausalLM"), "qwen3_5_text"
-        ),
+        "model_type": HF_MODEL_TYPES[architecture],
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.model_dim,
         "head_dim": head_dim,

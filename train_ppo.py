@@ -673,7 +673,12 @@ ENCODINGS = {
 
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
+    path = Path(path)
+    facts = ENCODINGS.get(path.stem)
+    is_imported = path.is_file() and path.read_bytes().startswith(b"{")
+    if path.suffix == ".tiktoken" and not facts and not is_imported:
+        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
+    return add_encoder(read_tokenizer(path, facts))
 
 
 def add_encoder(tokenizer):

@@ -278,7 +278,7 @@ def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path, monkeypatc
     (tmp_path / "b").mkdir()
     kinds = r"must be a SentencePiece model .* NAME\.tiktoken of the data, or bytes"
     refused = {
-        "p50k.tiktoken": r"p50k.tiktoken: must be one of \['gpt2', 'cl100k",
+        "p50k.tiktoken": r"p50k.tiktoken: must be of an imported model, or one of \['gpt2', 'cl100k",
         "b": rf"b: \[Errno 21\] Is a directory: .*; {kinds}",
         "b/cl100k_base.tiktoken": rf"cl100k_base\.tiktoken: \[Errno 2\] No such file.*; {kinds}",
     }
