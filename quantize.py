@@ -2611,13 +2611,19 @@ def copy_tokenizer(header, out, *models):
     sys.stderr.write(f"{out}: sample.py needs TOKENIZER_PATH, for no {name} was found to copy\n")
 
 
-def write_model(out, source, *models):
-    """Write a MODEL as a folder: float32 weights, its codes if any, what rebuilds the network."""
+def write_model(out, source, *models, unused=None):
+    """Write a MODEL as a folder: float32 weights, its codes if any, what rebuilds the network.
+
+    unused: rows of an imported model's embedding and head that belong to no token.
+    """
     header = read_header(source, "")
     copy_tokenizer(header, out, *models)
     coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}
     meta = json.dumps({"shape": source.shape, "header": header}).encode()
-    write_folder(out, {"model.pt": source.tensors, "coded.pt": coded, "meta.json": meta})
+    files = {"model.pt": source.tensors, "coded.pt": coded, "meta.json": meta}
+    if unused:
+        files["unused.pt"] = unused
+    write_folder(out, files)
     print(f"{out}: {len(source.tensors)} tensors")
 
 
@@ -3340,16 +3346,21 @@ def hf_tensors(folder):
 def read_hf_tensors(folder, network):
     """Copy the tensors of a folder's safetensors files into a network, one at a time.
 
-    Return their dtypes by name. Raises UserError if the network has other tensors.
+    Return their dtypes by name, and the rows beyond the network's vocabulary. Raises UserError if
+    the network has other tensors.
     """
     views = hf_views(network)
     dtypes = {}
+    unused = {}
     for path, key, tensor in hf_tensors(folder):
         name = key.replace("model.language_model.", "model.")
         is_tied_head = name == "lm_head.weight" and network.head is None
         if HF_SKIPPED.match(name) or is_tied_head:
             continue
         view = views.pop(name, None)
+        if name in ("model.embed_tokens.weight", "lm_head.weight") and len(tensor) > len(view):
+            unused[name] = tensor[len(view) :].clone()
+            tensor = tensor[: len(view)]
         if view is None or view.shape != tensor.shape:
             size = "no such tensor" if view is None else list(view.shape)
             raise UserError(f"{path}: {key} {list(tensor.shape)}: expected {size}")
@@ -3358,7 +3369,7 @@ def read_hf_tensors(folder, network):
         dtypes[name] = str(tensor.dtype).removeprefix("torch.")
     if views:
         raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
-    return dtypes
+    return dtypes, unused
 
 
 # GPT-2's split of a text into parts within which bytes are merged; "ByteLevel" alone means it.
@@ -3397,7 +3408,7 @@ def hf_split(tokenizer):
     )
 
 
-def hf_tokenizer(folder, vocab_size):
+def hf_tokenizer(folder):
     """Return the content of a rank file for a folder's tokenizer.json: JSON, see rank_tokenizer.
 
     Byte-level BPE alone. tiktoken merges the pair of the lowest rank first, so ids must be in the
@@ -3426,7 +3437,7 @@ def hf_tokenizer(folder, vocab_size):
         lines.append(f"{base64.b64encode(content).decode()} {i}")
     facts = {
         "bos_id": hf_bos_id(folder, added),
-        "vocab_size": vocab_size,  # models may have more rows than their tokenizers have tokens
+        "vocab_size": 1 + max([*ids.values(), *added.values()]),
         "split": hf_split(tokenizer),
         "nfc": normalizer["type"] == "NFC",
         "ranks": "\n".join(lines),
@@ -3456,7 +3467,7 @@ def read_hf_tokenizer(folder, path, vocab_size):
                 f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
             )
         try:
-            return rank_tokenizer("imported.tiktoken", hf_tokenizer(folder, vocab_size), {})
+            return rank_tokenizer("imported.tiktoken", hf_tokenizer(folder), {})
         except (LookupError, TypeError, ValueError) as error:
             raise UserError(f"{folder}/tokenizer.json: is not understood: {error!r}") from None
     path = path or str(folder / "tokenizer.model")
@@ -3480,13 +3491,17 @@ def import_(args):
         config = json.loads(path.read_bytes())
         shape = hf_shape(config)
         config |= config.get("text_config", {})
+        settings = load_settings(Settings, dict(os.environ))
+        tokenizer = read_hf_tokenizer(args.folder, settings.tokenizer_path, shape["vocab_size"])
+        shape["bos_id"] = tokenizer.bos_id
+        if tokenizer.file == "imported.tiktoken":
+            # Models have some more rows than tokens. An id without a token must not be drawn.
+            shape["vocab_size"] = min(shape["vocab_size"], tokenizer.vocab_size)
         network = GPT(GPTConfig(**shape))
     except (LookupError, ValueError, TypeError) as error:
         raise UserError(f"{path}: does not describe a model: {error!r}") from None
-    settings = load_settings(Settings, dict(os.environ))
-    tokenizer = read_hf_tokenizer(args.folder, settings.tokenizer_path, shape["vocab_size"])
-    network.config.bos_id = tokenizer.bos_id
-    meta = {"tokenizer": tokenizer.file, "dtypes": read_hf_tensors(args.folder, network)}
+    dtypes, unused = read_hf_tensors(args.folder, network)
+    meta = {"tokenizer": tokenizer.file, "dtypes": dtypes}
     kept = ("bos_token_id", "eos_token_id", "max_position_embeddings")
     meta["config"] = {name: config.get(name) for name in kept}
     args.out.mkdir()
@@ -3494,14 +3509,14 @@ def import_(args):
     if tokenizer.file != "bytes":
         replace_file(args.out / tokenizer.file, tokenizer.content)
     source = Weights(path, network.state_dict(), asdict(network.config), header)
-    write_model(args.out / "step_000000", source)
+    write_model(args.out / "step_000000", source, unused=unused)
 
 
 def export(args):
     """Write model.safetensors and config.json, which transformers loads without other code.
 
-    An imported model has the dtypes, the ids of BOS and EOS, and the number of positions that it
-    came with. Others have float32, and the BOS of the next document as EOS.
+    An imported model has the dtypes, the ids of BOS and EOS, the number of positions, and the rows
+    without a token that it came with. Others have float32, and the BOS of the next document as EOS.
     """
     source = read_weights(args.model, args.weights)
     network = rebuild(source)
@@ -3517,6 +3532,10 @@ def export(args):
         dtype = getattr(torch, dtypes.get(name, "float32"))
         # A copy, because safetensors takes no views.
         state[name] = view.detach().to(dtype, memory_format=torch.contiguous_format, copy=True)
+    if (source.path / "unused.pt").is_file():
+        for name, rows in torch.load(source.path / "unused.pt", weights_only=True).items():
+            state[name] = torch.cat([state[name], rows])
+    config["vocab_size"] = len(state["model.embed_tokens.weight"])
     config["dtype"] = str(state["model.embed_tokens.weight"].dtype).removeprefix("torch.")
     files = {
         "model.safetensors": load_safetensors().torch.save(state, {"format": "pt"}),

@@ -380,9 +380,11 @@ def hard_texts():
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2", "llama3"])
 def test_a_tokenizer_json_encodes_as_it_does(transformers, imported, monkeypatch, tmp_path, kind):
-    """2,000 texts. The model has more rows than the tokenizer has tokens; BOS is <|endoftext|>, or what
-    tokenizer_config.json says. Decoded ids are the text, or its normal form.
+    """2,000 texts. The model has more rows than the tokenizer has tokens, which export gives back. BOS is
+    <|endoftext|>, or what tokenizer_config.json says. Decoded ids are the text, or its normal form.
     """
+    from safetensors.torch import load_file
+
     tokenizer = train_tokenizer(kind)
     folder = tmp_path / "model"
     make(transformers, "llama", vocab_size=640).save_pretrained(folder)
@@ -395,7 +397,11 @@ def test_a_tokenizer_json_encodes_as_it_does(transformers, imported, monkeypatch
     network, found, _ = S.load_model("INIT_FROM", str(out))
     bos = "<|im_start|>" if kind == "llama3" else "<|endoftext|>"
     assert found.bos_id == network.config.bos_id == tokenizer.token_to_id(bos)
-    assert found.vocab_size == 640 > tokenizer.get_vocab_size()
+    assert found.vocab_size == network.config.vocab_size == tokenizer.get_vocab_size() < 640
+    imported.run("export", out, tmp_path / "back")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    assert json.loads((tmp_path / "back" / "config.json").read_bytes())["vocab_size"] == 640
     different = 0
     for text in hard_texts():
         ids = found.encode(text)
@@ -436,6 +442,8 @@ def test_what_a_tokenizer_json_must_be(transformers, monkeypatch, capsys, tmp_pa
     assert "model BPE: must be byte-level BPE" in refusal()
     merges = model["merges"]
     path.write_text(changed(good, model={**model, "merges": [*merges[1:], merges[0]]}))
+    assert "merges: must be in the order of the ids" in refusal()
+    path.write_text(changed(good, model={**model, "vocab": {**model["vocab"], "zzz": 900}}))
     assert "merges: must be in the order of the ids" in refusal()
     path.write_text(changed(good, added_tokens=[]))
     assert "is not understood" in refusal() or "bos_token" in refusal()
