@@ -40,6 +40,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import sentencepiece
+import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -3332,9 +3333,15 @@ def hf_config(shape):
 
 
 def hf_tensors(folder):
-    """Yield path, name and tensor of all tensors in a folder's safetensors files. UserError."""
+    """Yield path, name and tensor of all tensors of a folder's model. Raises UserError."""
     safetensors = load_safetensors()
-    for path in sorted(folder.glob("*.safetensors")):
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    for path in (folder / name for name in names):
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; the weights must be in safetensors files")
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 for key in file.keys():
@@ -3358,7 +3365,8 @@ def read_hf_tensors(folder, network):
         if HF_SKIPPED.match(name) or is_tied_head:
             continue
         view = views.pop(name, None)
-        if name in ("model.embed_tokens.weight", "lm_head.weight") and len(tensor) > len(view):
+        has_rows = name in ("model.embed_tokens.weight", "lm_head.weight") and view is not None
+        if has_rows and len(tensor) > len(view):
             unused[name] = tensor[len(view) :].clone()
             tensor = tensor[: len(view)]
         if view is None or view.shape != tensor.shape:
@@ -3412,7 +3420,9 @@ def hf_tokenizer(folder):
     """Return the content of a rank file for a folder's tokenizer.json: JSON, see rank_tokenizer.
 
     Byte-level BPE alone. tiktoken merges the pair of the lowest rank first, so ids must be in the
-    order of merges. Special tokens are no text: they stay out of the ranks. BOS is the tokenizer's,
+    order of merges, and takes a whole part of a text if it is a piece. So pieces that no merge
+    reaches are left out, unless the tokenizer does the same (ignore_merges): then their merges must
+    be all that tiktoken would do. Added tokens are no text: they stay out. BOS is the tokenizer's,
     or <|endoftext|>. Raises UserError for what would not be reproduced.
     """
     tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
@@ -3424,15 +3434,21 @@ def hf_tokenizer(folder):
         raise UserError(f"tokenizer.json: normalizer {normalizer['type']}: must be NFC or none")
     added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     ids = {piece: i for piece, i in model["vocab"].items() if piece not in added}
-    letters = byte_of_letters()
-    order = sorted(ids[letter] for letter in letters)  # a byte has no merge
-    for merge in model["merges"]:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        order.append(ids["".join(pair)])
-    if order[256:] != sorted(order[256:]) or set(order) != set(ids.values()):
+    merges = {}
+    for place, merge in enumerate(model["merges"]):
+        merges[tuple(merge.split(" ") if isinstance(merge, str) else merge)] = place
+    order = [ids["".join(pair)] for pair in merges]
+    if order != sorted(order):
         raise UserError("tokenizer.json: merges: must be in the order of the ids that they make")
+    letters = byte_of_letters()
     lines = []
     for piece, i in ids.items():
+        if merge_letters(piece, merges) != [piece]:
+            if not model.get("ignore_merges"):
+                continue
+            splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+            if any(a in ids and b in ids and (a, b) not in merges for a, b in splits):
+                raise UserError(f"tokenizer.json: merges: must have every split of {piece!r}")
         content = bytes(letters[letter] for letter in piece)
         lines.append(f"{base64.b64encode(content).decode()} {i}")
     facts = {
@@ -3442,7 +3458,34 @@ def hf_tokenizer(folder):
         "nfc": normalizer["type"] == "NFC",
         "ranks": "\n".join(lines),
     }
-    return json.dumps(facts).encode()
+    content = json.dumps(facts).encode()
+    probe_split(rank_tokenizer("imported.tiktoken", content, {}), facts["split"])
+    return content
+
+
+def merge_letters(text, merges):
+    """Return the parts of a text after byte-pair merges; merges: pair of parts -> place in order."""
+    parts = list(text)
+    while len(parts) > 1:
+        pair = min(itertools.pairwise(parts), key=lambda pair: merges.get(pair, math.inf))
+        if pair not in merges:
+            break
+        place = list(itertools.pairwise(parts)).index(pair)
+        parts[place : place + 2] = ["".join(pair)]
+    return parts
+
+
+def probe_split(tokenizer, split):
+    """Raise UserError if the split of a tokenizer.json loses text: tiktoken drops what it leaves."""
+    ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+    bpe = tiktoken.Encoding("probe", pat_str=split, mergeable_ranks=ranks, special_tokens={})
+    probe = (
+        "".join(map(chr, range(1, 0x500)))
+        + " a  b\n\n c\t\r\n d \u3000\u65e5\u672c \U0001f642 e\u0301  "
+    )
+    text = b"".join(tokenizer.pieces[i] for i in bpe.encode_ordinary(probe)).decode()
+    if text != probe:
+        raise UserError("tokenizer.json: pre_tokenizer: its Regex must match every part of a text")
 
 
 def hf_bos_id(folder, added):
@@ -3467,9 +3510,14 @@ def read_hf_tokenizer(folder, path, vocab_size):
                 f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
             )
         try:
-            return rank_tokenizer("imported.tiktoken", hf_tokenizer(folder), {})
+            tokenizer = rank_tokenizer("imported.tiktoken", hf_tokenizer(folder), {})
         except (LookupError, TypeError, ValueError) as error:
             raise UserError(f"{folder}/tokenizer.json: is not understood: {error!r}") from None
+        if tokenizer.vocab_size > vocab_size:
+            raise UserError(
+                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}"
+            )
+        return tokenizer
     path = path or str(folder / "tokenizer.model")
     if path != "bytes" and not (Path(path).is_file() and path.endswith(".model")):
         raise UserError(f"TOKENIZER_PATH={path!r}: must be a SentencePiece .model file, or bytes")
@@ -3496,7 +3544,7 @@ def import_(args):
         shape["bos_id"] = tokenizer.bos_id
         if tokenizer.file == "imported.tiktoken":
             # Models have some more rows than tokens. An id without a token must not be drawn.
-            shape["vocab_size"] = min(shape["vocab_size"], tokenizer.vocab_size)
+            shape["vocab_size"] = tokenizer.vocab_size
         network = GPT(GPTConfig(**shape))
     except (LookupError, ValueError, TypeError) as error:
         raise UserError(f"{path}: does not describe a model: {error!r}") from None

@@ -199,6 +199,11 @@ def test_a_folder_of_several_files_with_images(imported, tmp_path):
     for number, half in enumerate((names[::2], names[1::2])):
         save_file({key: renamed[key] for key in half}, other / f"model-{number}.safetensors")
     config = json.loads((folder / "config.json").read_bytes())
+    weight_map = {
+        key: f"model-{number}.safetensors" for number in (0, 1) for key in names[number::2]
+    }
+    (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({"lora_a": torch.ones(2)}, other / "adapter_model.safetensors")  # is not the model's
     config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "text_config": config | {"tie_word_embeddings": False},
@@ -413,6 +418,29 @@ def test_a_tokenizer_json_encodes_as_it_does(transformers, imported, monkeypatch
     assert found.bos_id not in found.encode("<|endoftext|><|im_start|>")  # plain text
 
 
+@pytest.mark.parametrize("ignore_merges", [False, True])
+def test_a_piece_that_no_merge_reaches(tmp_path, ignore_merges):
+    """tiktoken takes a whole part of a text if it is a piece, transformers only with ignore_merges."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = train_tokenizer("llama3" if ignore_merges else "gpt2", 256)
+    described = json.loads(tokenizer.to_str())
+    model = described["model"]
+    model["vocab"] |= {"ab": 300, "bc": 301, "abc": 302, "xyz": 303}
+    model["merges"] = [["a", "b"], ["b", "c"], ["a", "bc"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    if ignore_merges:
+        with pytest.raises(Q.UserError, match="merges: must have every split of 'abc'"):
+            Q.hf_tokenizer(tmp_path)
+        model["merges"].append(["ab", "c"])
+        (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    again = tokenizers.Tokenizer.from_str(json.dumps(described))
+    (tmp_path / "imported.tiktoken").write_bytes(Q.hf_tokenizer(tmp_path))
+    found = S.load_tokenizer(tmp_path / "imported.tiktoken")
+    for text in ("abc", "xyz", "ab bc abc xyz", "xabc", "aabcc", " xyz"):
+        assert found.encode(text) == again.encode(text).ids, text
+    assert found.encode("abc") == ([302] if ignore_merges else [300, model["vocab"]["c"]])
+
+
 def changed(described, **changes):
     return json.dumps({**described, **changes})
 
@@ -444,7 +472,13 @@ def test_what_a_tokenizer_json_must_be(transformers, monkeypatch, capsys, tmp_pa
     path.write_text(changed(good, model={**model, "merges": [*merges[1:], merges[0]]}))
     assert "merges: must be in the order of the ids" in refusal()
     path.write_text(changed(good, model={**model, "vocab": {**model["vocab"], "zzz": 900}}))
-    assert "merges: must be in the order of the ids" in refusal()
+    assert "the tokenizer has 901 tokens, the model 640" in refusal()
+    steps = good["pre_tokenizer"]["pretokenizers"]
+    narrow = {**steps[0], "pattern": {"Regex": r"\p{L}+| "}}
+    path.write_text(
+        changed(good, pre_tokenizer={"type": "Sequence", "pretokenizers": [narrow, steps[1]]})
+    )
+    assert "its Regex must match every part of a text" in refusal()
     path.write_text(changed(good, added_tokens=[]))
     assert "is not understood" in refusal() or "bos_token" in refusal()
     path.write_text("{")
