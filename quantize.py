@@ -1416,9 +1416,9 @@ class GatedDeltaNet(nn.Module):
         heads = config.num_heads
         width = dim // heads
         shape = config.gdn_shape or (heads, heads, width // 2 if self.light else width, width)
-        self.key_heads, self.heads, key_width, width = shape
+        self.key_heads, self.heads, key_width, value_width = shape
         key_dim = self.key_heads * key_width
-        value_dim = self.heads * width
+        value_dim = self.heads * value_width
         self.splits = (key_dim, key_dim, value_dim)  # of queries, keys and values, for all heads
         self.w_qkvg = matrix(self.splits if self.light else (*self.splits, value_dim), dim)
         self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
@@ -1431,7 +1431,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
-        self.norm = nn.Parameter(torch.ones(width))
+        self.norm = nn.Parameter(torch.ones(value_width))
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
@@ -3122,13 +3122,20 @@ HF_MODEL_TYPES = {
 HF_LAYERS = {"full_attention": "a", "linear_attention": "g"}
 # The network has no part for these. The values are those that it computes.
 HF_REFUSED = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "hidden_act": ("silu",),
-    "linear_conv_kernel_dim": (CONV_TAPS,),
-    "quantization_config": (None,),
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": CONV_TAPS,
+    "quantization_config": None,
 }
+# The fields of config.json that gdn_shape has, in its order.
+HF_GDN_SHAPE = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 # Parts of a model that are not its text model: images, and predictors of several tokens.
 HF_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.|.*rotary_emb\.inv_freq$")
 
@@ -3224,6 +3231,11 @@ def hf_rope(config, head_dim, default_share):
     }
 
 
+def hf_norms(gated, count):
+    """Return the field `norms` of GPTConfig: Qwen3.5, whose attention is gated, has its own kind."""
+    return " ".join(["rms_offset" if gated else "rms_weight"] * count)
+
+
 def hf_shape(config):
     """Return the fields of GPTConfig for a config.json. Raises UserError for what has no part."""
     (architecture,) = config["architectures"]
@@ -3235,23 +3247,22 @@ def hf_shape(config):
     if known is None:
         names = ", ".join(HF_ARCHITECTURES)
         raise UserError(f"config.json: architectures={architecture!r}: must be one of {names}")
-    for name, values in HF_REFUSED.items():
-        if config.get(name) not in (None, *values):
-            raise UserError(f"config.json: {name}={config[name]!r}: must be {values[0]!r}")
+    for name, value in HF_REFUSED.items():
+        if config.get(name) not in (None, value):
+            raise UserError(f"config.json: {name}={config[name]!r}: must be {value!r}")
     count = config["num_hidden_layers"]
     every = config.get("full_attention_interval", 4 if known["attn_gate"] else 1)
     kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
     kinds = config.get("layer_types") or (kinds * count)[:count]
     if set(kinds) - set(HF_LAYERS):
         raise UserError(f"config.json: layer_types={kinds}: must be among {', '.join(HF_LAYERS)}")
-    norm = "rms_offset" if known["attn_gate"] else "rms_weight"
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     shape = {
         "vocab_size": config["vocab_size"],
         "bos_id": -1,  # the tokenizer's; config.json often has none
         "layers": " ".join(HF_LAYERS[kind] for kind in kinds),
-        "norms": " ".join([norm] * count),
+        "norms": hf_norms(known["attn_gate"], count),
         # Scores have windows of this length, which must fit into memory.
         "train_seq_len": min(config["max_position_embeddings"], 4096),
         "model_dim": config["hidden_size"],
@@ -3263,8 +3274,7 @@ def hf_shape(config):
         "tie_embeddings": tied,
     }
     if "linear_attention" in kinds:
-        names = "num_key_heads num_value_heads key_head_dim value_head_dim"
-        shape["gdn_shape"] = [config[f"linear_{name}"] for name in names.split()]
+        shape["gdn_shape"] = [config[name] for name in HF_GDN_SHAPE]
     return HF_SHAPE | known | shape | hf_rope(config, head_dim, 0.25 if known["attn_gate"] else 1.0)
 
 
@@ -3276,10 +3286,9 @@ def hf_architecture(shape):
     if not fitting:
         raise UserError(f"transformers has no model with the biases, norms and gates of {shape}")
     architecture = fitting[0]
-    norm = "rms_offset" if shape.attn_gate else "rms_weight"
     words = shape.layers.split()
     head_dim = shape.head_dim or shape.model_dim // shape.num_heads
-    wanted = HF_SHAPE | {"norms": " ".join([norm] * len(words))}
+    wanted = HF_SHAPE | {"norms": hf_norms(shape.attn_gate, len(words))}
     if not shape.attn_gate:
         wanted["layers"] = " ".join("a" * len(words))
         wanted["rope_dims"] = shape.rope_dims if shape.rope_dims == head_dim else 0
@@ -3326,8 +3335,7 @@ def hf_config(shape):
         config["layer_types"] = [names[word] for word in words]
         width = shape.model_dim // shape.num_heads
         sizes = shape.gdn_shape or (shape.num_heads, shape.num_heads, width, width)
-        keys = "num_key_heads num_value_heads key_head_dim value_head_dim"
-        config |= {f"linear_{key}": size for key, size in zip(keys.split(), sizes, strict=True)}
+        config |= zip(HF_GDN_SHAPE, sizes, strict=True)
         config["linear_conv_kernel_dim"] = CONV_TAPS
     return config
 
@@ -3417,7 +3425,7 @@ def hf_split(tokenizer):
 
 
 def hf_tokenizer(folder):
-    """Return the content of a rank file for a folder's tokenizer.json: JSON, see rank_tokenizer.
+    """Return the Tokenizer of a folder's tokenizer.json. Its file is JSON, see rank_tokenizer.
 
     Byte-level BPE alone. tiktoken merges the pair of the lowest rank first, so ids must be in the
     order of merges, and takes a whole part of a text if it is a piece. So pieces that no merge
@@ -3440,38 +3448,44 @@ def hf_tokenizer(folder):
     order = [ids["".join(pair)] for pair in merges]
     if order != sorted(order):
         raise UserError("tokenizer.json: merges: must be in the order of the ids that they make")
+    facts = {
+        "bos_id": hf_bos_id(folder, added),
+        "vocab_size": 1 + max([*ids.values(), *added.values()]),
+        "split": hf_split(tokenizer),
+        "nfc": normalizer["type"] == "NFC",
+        "ranks": rank_lines(ids, merges, model.get("ignore_merges")),
+    }
+    tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
+    probe_split(tokenizer, facts["split"])
+    return tokenizer
+
+
+def rank_lines(ids, merges, ignore_merges):
+    """Return the text of a rank file, of the pieces that tiktoken may have. See hf_tokenizer."""
     letters = byte_of_letters()
     lines = []
     for piece, i in ids.items():
         if merge_letters(piece, merges) != [piece]:
-            if not model.get("ignore_merges"):
+            if not ignore_merges:
                 continue
             splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
             if any(a in ids and b in ids and (a, b) not in merges for a, b in splits):
                 raise UserError(f"tokenizer.json: merges: must have every split of {piece!r}")
         content = bytes(letters[letter] for letter in piece)
         lines.append(f"{base64.b64encode(content).decode()} {i}")
-    facts = {
-        "bos_id": hf_bos_id(folder, added),
-        "vocab_size": 1 + max([*ids.values(), *added.values()]),
-        "split": hf_split(tokenizer),
-        "nfc": normalizer["type"] == "NFC",
-        "ranks": "\n".join(lines),
-    }
-    content = json.dumps(facts).encode()
-    probe_split(rank_tokenizer("imported.tiktoken", content, {}), facts["split"])
-    return content
+    return "\n".join(lines)
 
 
 def merge_letters(text, merges):
     """Return the parts of a text after byte-pair merges; merges: pair of parts -> place in order."""
     parts = list(text)
     while len(parts) > 1:
-        pair = min(itertools.pairwise(parts), key=lambda pair: merges.get(pair, math.inf))
-        if pair not in merges:
+        pairs = list(itertools.pairwise(parts))
+        first = min(pairs, key=lambda pair: merges.get(pair, math.inf))
+        if first not in merges:
             break
-        place = list(itertools.pairwise(parts)).index(pair)
-        parts[place : place + 2] = ["".join(pair)]
+        place = pairs.index(first)
+        parts[place : place + 2] = ["".join(first)]
     return parts
 
 
@@ -3479,10 +3493,8 @@ def probe_split(tokenizer, split):
     """Raise UserError if the split of a tokenizer.json loses text: tiktoken drops what it leaves."""
     ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
     bpe = tiktoken.Encoding("probe", pat_str=split, mergeable_ranks=ranks, special_tokens={})
-    probe = (
-        "".join(map(chr, range(1, 0x500)))
-        + " a  b\n\n c\t\r\n d \u3000\u65e5\u672c \U0001f642 e\u0301  "
-    )
+    probe = "".join(map(chr, range(1, 0x500)))
+    probe += " a  b\n\n c\t\r\n d \u3000\u65e5\u672c \U0001f642 e\u0301  "
     text = b"".join(tokenizer.pieces[i] for i in bpe.encode_ordinary(probe)).decode()
     if text != probe:
         raise UserError("tokenizer.json: pre_tokenizer: its Regex must match every part of a text")
@@ -3510,7 +3522,7 @@ def read_hf_tokenizer(folder, path, vocab_size):
                 f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
             )
         try:
-            tokenizer = rank_tokenizer("imported.tiktoken", hf_tokenizer(folder), {})
+            tokenizer = hf_tokenizer(folder)
         except (LookupError, TypeError, ValueError) as error:
             raise UserError(f"{folder}/tokenizer.json: is not understood: {error!r}") from None
         if tokenizer.vocab_size > vocab_size:

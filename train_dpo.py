@@ -664,11 +664,9 @@ ENCODINGS = {
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
     path = Path(path)
-    facts = ENCODINGS.get(path.stem)
-    is_imported = path.is_file() and path.read_bytes().startswith(b"{")
-    if path.suffix == ".tiktoken" and not facts and not is_imported:
+    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
         raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, facts))
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
 
 
 def add_encoder(tokenizer):
@@ -1489,9 +1487,9 @@ class GatedDeltaNet(nn.Module):
         heads = config.num_heads
         width = dim // heads
         shape = config.gdn_shape or (heads, heads, width // 2 if self.light else width, width)
-        self.key_heads, self.heads, key_width, width = shape
+        self.key_heads, self.heads, key_width, value_width = shape
         key_dim = self.key_heads * key_width
-        value_dim = self.heads * width
+        value_dim = self.heads * value_width
         self.splits = (key_dim, key_dim, value_dim)  # of queries, keys and values, for all heads
         self.w_qkvg = matrix(self.splits if self.light else (*self.splits, value_dim), dim)
         self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
@@ -1504,7 +1502,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
-        self.norm = nn.Parameter(torch.ones(width))
+        self.norm = nn.Parameter(torch.ones(value_width))
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.

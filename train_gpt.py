@@ -1502,9 +1502,9 @@ class GatedDeltaNet(nn.Module):
         heads = config.num_heads
         width = dim // heads
         shape = config.gdn_shape or (heads, heads, width // 2 if self.light else width, width)
-        self.key_heads, self.heads, key_width, width = shape
+        self.key_heads, self.heads, key_width, value_width = shape
         key_dim = self.key_heads * key_width
-        value_dim = self.heads * width
+        value_dim = self.heads * value_width
         self.splits = (key_dim, key_dim, value_dim)  # of queries, keys and values, for all heads
         self.w_qkvg = matrix(self.splits if self.light else (*self.splits, value_dim), dim)
         self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
@@ -1517,7 +1517,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
-        self.norm = nn.Parameter(torch.ones(width))
+        self.norm = nn.Parameter(torch.ones(value_width))
 
     def forward(self, x, doc, angles, borders, cache):
         """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.

@@ -179,11 +179,9 @@ ENCODINGS = {
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
     path = Path(path)
-    facts = ENCODINGS.get(path.stem)
-    is_imported = path.is_file() and path.read_bytes().startswith(b"{")
-    if path.suffix == ".tiktoken" and not facts and not is_imported:
+    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
         raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, facts))
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
 
 
 def add_encoder(tokenizer):

@@ -29,7 +29,7 @@ TOKENS = {
     "sample.py": 20_000,
 }
 POLICIES = ["train_grpo.py", "train_gspo.py", "train_ppo.py"]
-TOKENS_OF_KERNELS = 3_000
+TOKENS_OF_KERNELS, TOKENS_OF_MODEL = 3_000, 7_500
 TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_CLASS = 1_800, 500, 1_600
 CALLED = ("forward", "backward", "train", "train_step")  # by PyTorch, or in programs
 SETTINGS, OTHER_SETTINGS = 60, 56
@@ -76,6 +76,8 @@ def test_script_sizes(name):
     text = text_of(name)
     assert 0 < tokens.count(text) - tokens.count_script(text) <= TOKENS_OF_KERNELS
     assert tokens.count_script(text) <= TOKENS[name]
+    section = sync.parse(text, name)["model"]
+    assert 4_000 < tokens.count("".join(section.body)) <= TOKENS_OF_MODEL
 
 
 def test_tokens_are_counted():

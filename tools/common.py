@@ -181,17 +181,17 @@ def timed_result(folder: Path) -> dict:
         return {"failed": f"{result['steps']} steps are too few to time; use more --seconds"}
     parameters = result["params"]["total"]
     tokens_per_step = result["tokens"] / result["steps"]
+    state = state_bytes(folder)
     return {
         **result,
         "parameters": parameters,
         "step_ms": milliseconds,
         "tokens_per_second": 1000 * tokens_per_step / milliseconds,
-        "optimizer_state_bytes": state_bytes(folder),
-        "state_bytes_per_parameter": state_bytes(folder) / parameters,
+        "optimizer_state_bytes": state,
+        "state_bytes_per_parameter": state / parameters,
     }
 
 
-@lru_cache
 def state_bytes(folder: Path) -> float:
     """Return the bytes of the optimizers' state in a run's last checkpoint, NaN without one."""
     checkpoints = sorted(folder.glob("step_*"))

@@ -179,7 +179,7 @@ def steps_part(suite: Suite, name: str, compiled: bool, forms: dict | None = Non
         "peak MiB": script.describe_machine(suite.runtime)["peak_memory_mib"],
     }
     if suite.cuda:
-        # Less than the step takes: the GPU waited for the CPU to launch more.
+        # Where the sum is less than a step takes, the GPU waited for the CPU to launch kernels.
         times = kernel_times(step)
         record |= {"kernels ms": sum(ms for ms, *_ in times), "longest": times[:30]}
     return [record]
