@@ -2483,6 +2483,7 @@ class Weights:
     run: dict = field(default_factory=dict)  # of a checkpoint: settings and steps
     table: dict = field(default_factory=dict)  # of a checkpoint, as training left it
     average: str = ""  # of a checkpoint: raw, ema or swa
+    unmerged: dict = field(default_factory=dict)  # of a checkpoint: tensors, adapters by themselves
 
 
 def chosen_weights(folder):
@@ -2538,6 +2539,7 @@ def read_checkpoint(folder, average):
             run={**meta["settings"], "steps": meta["step"]},
             table=training.get("exporter", {}).get("table", {}),
             average=average,
+            unmerged=tensors,
         )
     except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
@@ -2575,8 +2577,9 @@ def read_packed(path):
 
 
 def write_folder(out, files):
-    """Write a new folder of files (bytes, or what torch.save takes) and their SHA-256 sums.
+    """Write a new folder of files and their SHA-256 sums.
 
+    files: name -> bytes, or the content of a .json, a .safetensors or, else, a file of torch.save.
     Raises OSError; then there is no folder.
     """
     out.mkdir()
@@ -2584,12 +2587,16 @@ def write_folder(out, files):
         for name, content in files.items():
             if isinstance(content, bytes):
                 replace_file(out / name, content)
+            elif name.endswith(".json"):
+                replace_file(out / name, json.dumps(content, indent=2).encode())
+            elif name.endswith(".safetensors"):
+                load_safetensors().torch.save_file(content, out / name, {"format": "pt"})
             else:
                 torch.save(content, out / name)
         sums = [f"{sha256_file(out / name)}  {name}\n" for name in sorted(files)]
         # The sums come last: without them the folder is no checkpoint.
         replace_file(out / "SHA256SUMS", "".join(sums).encode())
-    except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
+    except Exception as error:  # each package has its own for a full disk
         shutil.rmtree(out, ignore_errors=True)
         raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
 
@@ -2612,18 +2619,13 @@ def copy_tokenizer(header, out, *models):
     sys.stderr.write(f"{out}: sample.py needs TOKENIZER_PATH, for no {name} was found to copy\n")
 
 
-def write_model(out, source, *models, unused=None):
-    """Write a MODEL as a folder: float32 weights, its codes if any, what rebuilds the network.
-
-    unused: rows of an imported model's embedding and head that belong to no token.
-    """
+def write_model(out, source, *models):
+    """Write a MODEL as a folder: float32 weights, its codes if any, what rebuilds the network."""
     header = read_header(source, "")
     copy_tokenizer(header, out, *models)
     coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}
     meta = json.dumps({"shape": source.shape, "header": header}).encode()
     files = {"model.pt": source.tensors, "coded.pt": coded, "meta.json": meta}
-    if unused:
-        files["unused.pt"] = unused
     write_folder(out, files)
     print(f"{out}: {len(source.tensors)} tensors")
 
@@ -2632,6 +2634,13 @@ def read_header(source, tokenizer_path):
     """Return tokenizer_sha256 and meta for a file; a checkpoint's tokenizer lies beside. UserError."""
     if source.header:
         return {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
+    tokenizer = find_tokenizer(source, tokenizer_path)
+    meta = {"seed": source.run["seed"], "tokenizer": tokenizer.file}
+    return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
+
+
+def find_tokenizer(source, tokenizer_path=""):
+    """Return the Tokenizer of a MODEL: of TOKENIZER_PATH, or the one beside it. Raises UserError."""
     folder = source.path.parent
     beside = [*folder.glob("tokenizer.model"), *folder.glob("*.tiktoken"), "bytes"]
     tokenizer = read_tokenizer(tokenizer_path or beside[0], source.shape)
@@ -2642,8 +2651,7 @@ def read_header(source, tokenizer_path):
             f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} tokens; "
             f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}"
         )
-    meta = {"seed": source.run["seed"], "tokenizer": tokenizer.file}
-    return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
+    return tokenizer
 
 
 def load_defaults(source):
@@ -3113,12 +3121,6 @@ HF_ARCHITECTURES = {
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": False},
     "Qwen3_5ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": True},
 }
-HF_MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3_5ForCausalLM": "qwen3_5_text",
-}
 HF_LAYERS = {"full_attention": "a", "linear_attention": "g"}
 # The network has no part for these. The values are those that it computes.
 HF_REFUSED = {
@@ -3138,6 +3140,26 @@ HF_GDN_SHAPE = (
 )
 # Parts of a model that are not its text model: images, and predictors of several tokens.
 HF_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.|.*rotary_emb\.inv_freq$")
+# Files that `export --like` does not copy: weights in any format, their index, and our sums.
+HF_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|index\.json)|SHA256SUMS")
+# config.json of a network that transformers has no class for.
+REMOTE_CONFIG = {
+    "architectures": ["UnderparForCausalLM"],
+    "model_type": "underpar",
+    "dtype": "float32",
+    "auto_map": {
+        "AutoConfig": "modeling_underpar.UnderparConfig",
+        "AutoModelForCausalLM": "modeling_underpar.UnderparForCausalLM",
+        "AutoTokenizer": "modeling_underpar.UnderparTokenizer",
+    },
+}
+# The lines of sample.py with its code: some sections, and the imports that they need.
+REMOTE_CODE = re.compile(
+    r"^(?:import|from) (?!resource|zstandard)[^\n]*\n+|"
+    r"^# === shared: (settings|tokenizer|encoding|text|kernels|model|generation) ===\n"
+    r".*?^# === end: \1 ===\n+",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def load_safetensors():
@@ -3314,7 +3336,8 @@ def hf_config(shape):
         rope |= {"high_freq_factor": high, "original_max_position_embeddings": int(length)}
     config = {
         "architectures": [architecture],
-        "model_type": HF_MODEL_TYPES[architecture],
+        # llama, qwen2, qwen3, or qwen3_5_text, which has another model beside for images
+        "model_type": architecture.removesuffix("ForCausalLM").lower() + "_text" * shape.attn_gate,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.model_dim,
         "head_dim": head_dim,
@@ -3341,7 +3364,7 @@ def hf_config(shape):
 
 
 def hf_tensors(folder):
-    """Yield path, name and tensor of all tensors of a folder's model. Raises UserError."""
+    """Yield name, name in hf_views, and tensor of all of a folder's model. Raises UserError."""
     safetensors = load_safetensors()
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
@@ -3353,7 +3376,7 @@ def hf_tensors(folder):
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 for key in file.keys():
-                    yield path, key, file.get_tensor(key)
+                    yield key, key.replace("model.language_model.", "model."), file.get_tensor(key)
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: no whole safetensors file: {error}") from None
 
@@ -3361,31 +3384,24 @@ def hf_tensors(folder):
 def read_hf_tensors(folder, network):
     """Copy the tensors of a folder's safetensors files into a network, one at a time.
 
-    Return their dtypes by name, and the rows beyond the network's vocabulary. Raises UserError if
-    the network has other tensors.
+    Rows beyond the network's vocabulary, which belong to no token, are left out. Raises UserError
+    if the network has other tensors.
     """
     views = hf_views(network)
-    dtypes = {}
-    unused = {}
-    for path, key, tensor in hf_tensors(folder):
-        name = key.replace("model.language_model.", "model.")
+    for key, name, tensor in hf_tensors(folder):
         is_tied_head = name == "lm_head.weight" and network.head is None
         if HF_SKIPPED.match(name) or is_tied_head:
             continue
         view = views.pop(name, None)
-        has_rows = name in ("model.embed_tokens.weight", "lm_head.weight") and view is not None
-        if has_rows and len(tensor) > len(view):
-            unused[name] = tensor[len(view) :].clone()
+        if name in ("model.embed_tokens.weight", "lm_head.weight") and view is not None:
             tensor = tensor[: len(view)]
         if view is None or view.shape != tensor.shape:
             size = "no such tensor" if view is None else list(view.shape)
-            raise UserError(f"{path}: {key} {list(tensor.shape)}: expected {size}")
+            raise UserError(f"{folder}: {key} {list(tensor.shape)}: expected {size}")
         with torch.no_grad():
             view.copy_(tensor)
-        dtypes[name] = str(tensor.dtype).removeprefix("torch.")
     if views:
         raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
-    return dtypes, unused
 
 
 # GPT-2's split of a text into parts within which bytes are merged; "ByteLevel" alone means it.
@@ -3548,9 +3564,7 @@ def import_(args):
     if not path.is_file():
         raise UserError(f"{args.folder}: no config.json; must be a folder of Hugging Face's")
     try:
-        config = json.loads(path.read_bytes())
-        shape = hf_shape(config)
-        config |= config.get("text_config", {})
+        shape = hf_shape(json.loads(path.read_bytes()))
         settings = load_settings(Settings, dict(os.environ))
         tokenizer = read_hf_tokenizer(args.folder, settings.tokenizer_path, shape["vocab_size"])
         shape["bos_id"] = tokenizer.bos_id
@@ -3560,50 +3574,150 @@ def import_(args):
         network = GPT(GPTConfig(**shape))
     except (LookupError, ValueError, TypeError) as error:
         raise UserError(f"{path}: does not describe a model: {error!r}") from None
-    dtypes, unused = read_hf_tensors(args.folder, network)
-    meta = {"tokenizer": tokenizer.file, "dtypes": dtypes}
-    kept = ("bos_token_id", "eos_token_id", "max_position_embeddings")
-    meta["config"] = {name: config.get(name) for name in kept}
+    read_hf_tensors(args.folder, network)
     args.out.mkdir()
-    header = {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
+    header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
     if tokenizer.file != "bytes":
         replace_file(args.out / tokenizer.file, tokenizer.content)
     source = Weights(path, network.state_dict(), asdict(network.config), header)
-    write_model(args.out / "step_000000", source, unused=unused)
+    write_model(args.out / "step_000000", source)
 
 
 def export(args):
-    """Write model.safetensors and config.json, which transformers loads without other code.
-
-    An imported model has the dtypes, the ids of BOS and EOS, the number of positions, and the rows
-    without a token that it came with. Others have float32, and the BOS of the next document as EOS.
-    """
+    """Write a folder for transformers: a model, or with --adapters its LoRA adapters, for PEFT."""
     source = read_weights(args.model, args.weights)
     network = rebuild(source)
+    if args.adapters:
+        files = adapter_files(source, network)
+    elif args.like:
+        files = like_files(args.like, source, network)
+    else:
+        files = own_files(source, network)
+    write_folder(args.out, files)
+    print(f"{args.out}: {', '.join(files)}")
+
+
+def own_files(source, network):
+    """Return the files of a model in float32, whose EOS is the BOS of the next document, by name."""
     try:
         config = hf_config(network.config)
     except UserError as error:
-        raise UserError(f"{source.path}: {error}") from None
-    meta = source.header.get("meta", {})
-    config |= meta.get("config", {})
-    dtypes = meta.get("dtypes", {})
-    state = {}
-    for name, view in hf_views(network).items():
-        dtype = getattr(torch, dtypes.get(name, "float32"))
-        # A copy, because safetensors takes no views.
-        state[name] = view.detach().to(dtype, memory_format=torch.contiguous_format, copy=True)
-    if (source.path / "unused.pt").is_file():
-        for name, rows in torch.load(source.path / "unused.pt", weights_only=True).items():
-            state[name] = torch.cat([state[name], rows])
-    config["vocab_size"] = len(state["model.embed_tokens.weight"])
-    config["dtype"] = str(state["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    files = {
-        "model.safetensors": load_safetensors().torch.save(state, {"format": "pt"}),
-        "config.json": (json.dumps(config, indent=1) + "\n").encode(),
+        print(f"{error}; it loads this model with trust_remote_code=True")
+        return remote_files(source)
+    # Copies, because safetensors takes no views.
+    state = {name: view.contiguous().clone() for name, view in hf_views(network).items()}
+    return {"model.safetensors": state, "config.json": config | {"dtype": "float32"}}
+
+
+def remote_files(source):
+    """Return the files of a model that transformers has no class for: its code and tokenizer too."""
+    folder = Path(__file__).parent
+    text = (folder / "sample.py").read_text(encoding="utf-8")
+    tokenizer = find_tokenizer(source)
+    return {
+        "underpar.py": "".join(match[0] for match in REMOTE_CODE.finditer(text)).encode(),
+        "modeling_underpar.py": (folder / "tools" / "modeling_underpar.py").read_bytes(),
+        "model.safetensors": source.tensors,
+        "config.json": REMOTE_CONFIG | {"shape": source.shape},
+        tokenizer.file: tokenizer.content,
     }
-    write_folder(args.out, files)
-    architecture = config["architectures"][0]
-    print(f"{args.out}: {len(state)} tensors; transformers loads them as {architecture}")
+
+
+def like_files(folder, source, network):
+    """Return the files of a model in the form of the folder that it was imported from, by name.
+
+    Names and dtypes of tensors, those that the network does not have, rows without a token, and
+    all files but the weights are the folder's. Raises UserError if it is another model's.
+    """
+    config = check_like(folder, source)
+    files = {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.is_file() and not HF_WEIGHTS.fullmatch(path.name)
+    }
+    views = hf_views(network)
+    state = {}
+    for key, name, tensor in hf_tensors(folder):
+        view = views.pop(name, None)
+        if name == "lm_head.weight" and network.head is None:
+            view = network.embed
+        if view is not None:
+            # Behind the network's rows stand those of ids without a token.
+            tensor = torch.cat([view.to(tensor.dtype), tensor[len(view) :]])
+        state[key] = tensor
+    if views:
+        raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
+    text = config.get("text_config", config)
+    rows = text["vocab_size"]
+    count = len(network.embed)
+    if count > rows:
+        text["vocab_size"] = count
+        files["config.json"] = config
+    if count > find_tokenizer(source).vocab_size:
+        print(
+            f"ids {count - 4} to {count - 1} of {rows} are <|system|>, <|user|>, <|assistant|> and "
+            f"<|end|>, which the tokenizer of {folder} does not have"
+        )
+    return files | {"model.safetensors": state}
+
+
+def check_like(folder, source):
+    """Return config.json of a folder that a network may have come from. Raises UserError."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        shape = hf_shape(config)
+    except (LookupError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: does not describe a model: {error!r}") from None
+    for name, value in shape.items():
+        actual = source.shape.get(name)
+        # Training and the tokenizer may change some fields.
+        if actual != value and name not in ("vocab_size", "bos_id", "train_seq_len"):
+            raise UserError(f"{path}: has {name}={value!r}, {source.path} {actual!r}")
+    return config
+
+
+def adapter_files(source, network):
+    """Return PEFT's files of a run's LoRA adapters, by name. Raises UserError without any."""
+    inputs = {}  # A by the place of B's numbers in memory, where views of B have theirs too
+    for name, param in network.named_parameters():
+        module, _, matrix = name.rpartition(".")
+        adapter = f"{module}.parametrizations.{matrix}.0.lora_"
+        if f"{adapter}b" in source.unmerged:
+            param.data = source.unmerged[f"{adapter}b"]  # so that the views are of it
+            inputs[param.untyped_storage().data_ptr()] = source.unmerged[f"{adapter}a"]
+    if not inputs:
+        raise UserError(f"{source.path}: has no adapters; LORA_RANK trains them")
+    state = {}
+    for name, b in hf_views(network).items():
+        a = inputs.get(b.untyped_storage().data_ptr())
+        if a is not None:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            state[f"{module}.lora_A.weight"] = a.clone()
+            state[f"{module}.lora_B.weight"] = b.clone()
+    print(f"{len(state) // 2} adapters for {check_base(source)}")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": source.run["lora_rank"],
+        "lora_alpha": source.run["lora_alpha"],
+        "target_modules": sorted({name.split(".")[-3] for name in state}),
+    }
+    return {"adapter_model.safetensors": state, "adapter_config.json": config}
+
+
+def check_base(source):
+    """Return the path of the model that a run with LoRA began with, for which its adapters are.
+
+    Raises UserError if the run changed another tensor than a matrix with an adapter.
+    """
+    path = Path(source.run["init_from"])
+    packed = path / "model.upar"
+    base = read_weights(packed if packed.is_file() else path, "raw")
+    for name, w in base.tensors.items():
+        if name in source.unmerged and not torch.equal(w, source.unmerged[name]):
+            raise UserError(f"{source.path}: {name} has changed or grown; adapters cannot hold it")
+    return base.path
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -3614,7 +3728,7 @@ COMMANDS = {
     verify: "artifact checkpoint --weights",
     compare: "a b --weights",
     import_: "folder out",
-    export: "model out --weights",
+    export: "model out --weights --like --adapters",
     bitdelta: "base tuned out --weights --score",
     deltaquant: "base tuned out --weights --score",
     apply: "base delta out --weights",
@@ -3624,6 +3738,8 @@ WORDS = {
     "checkpoint": {"nargs": "?"},
     "--weights": {"choices": AVERAGES, "help": "of a checkpoint (those that its run chose)"},
     "folder": {"type": Path},
+    "--like": {"type": Path, "help": "the folder that was imported: in its form"},
+    "--adapters": {"action": "store_true", "help": "the LoRA adapters alone, for PEFT"},
     "out": {"type": Path},
     "--score": {"action": "store_true", "help": "bits per byte on DATA_PATH's validation"},
     "--checkpoint": {"help": "of the same weights, for the error"},
