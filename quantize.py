@@ -3150,7 +3150,7 @@ REMOTE_CONFIG = {
     "auto_map": {
         "AutoConfig": "modeling_underpar.UnderparConfig",
         "AutoModelForCausalLM": "modeling_underpar.UnderparForCausalLM",
-        "AutoTokenizer": "modeling_underpar.UnderparTokenizer",
+        "AutoTokenizer": ["modeling_underpar.UnderparTokenizer", None],
     },
 }
 # The lines of sample.py with its code: some sections, and the imports that they need.
@@ -3619,6 +3619,7 @@ def remote_files(source):
         "modeling_underpar.py": (folder / "tools" / "modeling_underpar.py").read_bytes(),
         "model.safetensors": source.tensors,
         "config.json": REMOTE_CONFIG | {"shape": source.shape},
+        "tokenizer_config.json": {"auto_map": REMOTE_CONFIG["auto_map"]},
         tokenizer.file: tokenizer.content,
     }
 
