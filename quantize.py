@@ -2639,7 +2639,7 @@ def read_header(source, tokenizer_path):
     return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
 
 
-def find_tokenizer(source, tokenizer_path=""):
+def find_tokenizer(source, tokenizer_path):
     """Return the Tokenizer of a MODEL: of TOKENIZER_PATH, or the one beside it. Raises UserError."""
     folder = source.path.parent
     beside = [*folder.glob("tokenizer.model"), *folder.glob("*.tiktoken"), "bytes"]
@@ -3146,7 +3146,6 @@ HF_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|index\.json)
 REMOTE_CONFIG = {
     "architectures": ["UnderparForCausalLM"],
     "model_type": "underpar",
-    "dtype": "float32",
     "auto_map": {
         "AutoConfig": "modeling_underpar.UnderparConfig",
         "AutoModelForCausalLM": "modeling_underpar.UnderparForCausalLM",
@@ -3598,29 +3597,28 @@ def export(args):
 
 
 def own_files(source, network):
-    """Return the files of a model in float32, whose EOS is the BOS of the next document, by name."""
+    """Return the files of a model in float32, whose EOS is the BOS of the next document, by name.
+
+    The tokenizer comes with its code, and so does a network that transformers has no class for.
+    """
+    tokenizer = find_tokenizer(source, load_defaults(source).tokenizer_path)
     try:
         config = hf_config(network.config)
+        # Copies, because safetensors takes no views.
+        state = {name: view.contiguous().clone() for name, view in hf_views(network).items()}
     except UserError as error:
         print(f"{error}; it loads this model with trust_remote_code=True")
-        return remote_files(source)
-    # Copies, because safetensors takes no views.
-    state = {name: view.contiguous().clone() for name, view in hf_views(network).items()}
-    return {"model.safetensors": state, "config.json": config | {"dtype": "float32"}}
-
-
-def remote_files(source):
-    """Return the files of a model that transformers has no class for: its code and tokenizer too."""
+        config = REMOTE_CONFIG | {"shape": source.shape, "eos_token_id": source.shape["bos_id"]}
+        state = source.tensors
     folder = Path(__file__).parent
     text = (folder / "sample.py").read_text(encoding="utf-8")
-    tokenizer = find_tokenizer(source)
     return {
-        "underpar.py": "".join(match[0] for match in REMOTE_CODE.finditer(text)).encode(),
-        "modeling_underpar.py": (folder / "tools" / "modeling_underpar.py").read_bytes(),
-        "model.safetensors": source.tensors,
-        "config.json": REMOTE_CONFIG | {"shape": source.shape},
+        "model.safetensors": state,
+        "config.json": config | {"dtype": "float32"},
         "tokenizer_config.json": {"auto_map": REMOTE_CONFIG["auto_map"]},
         tokenizer.file: tokenizer.content,
+        "modeling_underpar.py": (folder / "tools" / "modeling_underpar.py").read_bytes(),
+        "underpar.py": "".join(match[0] for match in REMOTE_CODE.finditer(text)).encode(),
     }
 
 
@@ -3649,15 +3647,14 @@ def like_files(folder, source, network):
     if views:
         raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
     text = config.get("text_config", config)
-    rows = text["vocab_size"]
     count = len(network.embed)
-    if count > rows:
+    if count > text["vocab_size"]:
         text["vocab_size"] = count
         files["config.json"] = config
-    if count > find_tokenizer(source).vocab_size:
+    if count > find_tokenizer(source, "").vocab_size:
         print(
-            f"ids {count - 4} to {count - 1} of {rows} are <|system|>, <|user|>, <|assistant|> and "
-            f"<|end|>, which the tokenizer of {folder} does not have"
+            f"the four ids before {count} are <|system|>, <|user|>, <|assistant|> and <|end|>, which "
+            f"the tokenizer of {folder} does not have"
         )
     return files | {"model.safetensors": state}
 
@@ -3696,7 +3693,7 @@ def adapter_files(source, network):
             module = f"base_model.model.{name.removesuffix('.weight')}"
             state[f"{module}.lora_A.weight"] = a.clone()
             state[f"{module}.lora_B.weight"] = b.clone()
-    print(f"{len(state) // 2} adapters for {check_base(source)}")
+    print(f"adapters for {check_base(source)}")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -4,10 +4,7 @@
 it underpar.py: the sections of sample.py that have the network, its tokenizer and its cache.
 """
 
-from pathlib import Path
-
 import torch
-import torch.nn.functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -30,15 +27,7 @@ class UnderparConfig(PretrainedConfig):
 
 
 class TextCache(Decoder):
-    """A Decoder as a cache of transformers; its logits are those of the last `keep` tokens."""
-
-    def __init__(self, network, prompts, keep):
-        self.keep = keep
-        super().__init__(network, prompts)
-
-    def read(self, ids):
-        """Return logits (R, keep, V) of ids (R, T); of all T if `keep` is 0."""
-        return self.network.logits(self.network.features(ids, self)[:, -self.keep :])
+    """A Decoder as a cache of transformers."""
 
     def reorder_cache(self, rows):
         """Go on with these rows, as beam search asks."""
@@ -85,26 +74,18 @@ class UnderparForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if past_key_values is not None:
-            if input_ids.size(1) > 1:
-                raise ValueError("input_ids: must be one token a row, with past_key_values")
-            past_key_values(input_ids[:, 0])
-            logits = past_key_values.logits
+            past_key_values(input_ids.squeeze(1))
         elif use_cache:
-            past_key_values = self.read_prompts(input_ids, attention_mask, logits_to_keep)
-            logits = past_key_values.logits
+            if not attention_mask[:, -1].all():
+                raise ValueError("attention_mask: with use_cache it must be 0 on the left alone")
+            rows = zip(input_ids, attention_mask.bool(), strict=True)
+            prompts = [ids[is_text].tolist() for ids, is_text in rows]
+            past_key_values = TextCache(self.network, prompts)
+        if past_key_values is not None and 1 in (logits_to_keep, input_ids.size(1)):
+            logits = past_key_values.logits[:, None]
         else:
             logits = self.score(input_ids, attention_mask, logits_to_keep)
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-
-    def read_prompts(self, ids, mask, keep):
-        """Return a TextCache that has read texts, with logits as `forward` returns them."""
-        if not mask[:, -1].all():
-            raise ValueError("attention_mask: must be 0 on the left alone, with use_cache")
-        pairs = zip(ids, mask.bool(), strict=True)
-        cache = TextCache(self.network, [row[is_text].tolist() for row, is_text in pairs], keep)
-        missing = (keep or ids.size(1)) - cache.logits.size(1)  # padding of all rows
-        cache.logits = F.pad(cache.logits, (0, 0, missing, 0))
-        return cache
 
     def score(self, ids, mask, keep):
         """Return logits of texts as `forward` returns them.
@@ -137,6 +118,7 @@ class UnderparTokenizer(PreTrainedTokenizer):
         paths = [others[name] for name in self.vocab_files_names if others.get(name)]
         self.inner = load_tokenizer(paths[0])
         bos = self._convert_id_to_token(self.inner.bos_id)
+        self.inner.pieces[self.inner.bos_id] = bos.encode()  # decoded unless skip_special_tokens
         others |= {"bos_token": bos, "eos_token": bos, "pad_token": bos}
         others |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
         super().__init__(**others)
@@ -168,9 +150,3 @@ class UnderparTokenizer(PreTrainedTokenizer):
     def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
         """Return the ids of a text, or of two in a row, behind BOS."""
         return [self.inner.bos_id, *token_ids_0, *(token_ids_1 or [])]
-
-    def save_vocabulary(self, save_directory, filename_prefix=None):
-        """Write the tokenizer's file and return its path."""
-        path = Path(save_directory) / self.inner.file
-        path.write_bytes(self.inner.content)
-        return (str(path),)

@@ -1,0 +1,222 @@
+"""An export of a network that transformers has no class for: it brings its code and its tokenizer."""
+
+import dataclasses
+import importlib
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_models import train_tokenizer
+from test_quantize import BYTES, network, save
+
+import quantize as Q
+import sample
+import train_gpt as T
+import train_sft as S
+from conftest import environment
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = dict(num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2)
+LAYOUTS = {mode: {**preset, **SIZES} for mode, preset in T.ARCH_PRESETS.items()}
+LAYOUTS |= {
+    "window": dict(layer_pattern="g s", attn_window=7),
+    "learned": dict(layer_pattern="a g", positions="learned"),
+    "none": dict(layer_pattern="a", positions="none", norm="layer"),
+    "bio": dict(layer_pattern="g s", mlp="bio_soft", norm="rms_weight"),
+    "ngrams": dict(layer_pattern="g1 s g1 s", bigram_vocab_size=50, unet_skips=True),
+    "depth": dict(layer_pattern="A1 A2 A1 A2", tie_embeddings=False, logit_softcap=0.0),
+}
+MODULE = "modeling_underpar.Underpar"
+
+
+@pytest.fixture(scope="module")
+def transformers(tmp_path_factory):
+    """Return the package, which copies code that it loads into a folder of these tests."""
+    package = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("safetensors")
+    package.utils.logging.set_verbosity_error()
+    dynamic = importlib.import_module("transformers.dynamic_module_utils")
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("modules"))
+        patch.setattr(dynamic, "HF_MODULES_CACHE", folder)
+        patch.syspath_prepend(folder)
+        for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+            patch.delitem(sys.modules, name)
+        yield package
+
+
+@pytest.fixture
+def exported(transformers, call, tmp_path):
+    """exported(network): the model that transformers loads from its export; its folder is `hf`."""
+
+    def export(net):
+        code, output, error = call("export", save(tmp_path / "run", net), tmp_path / "hf")
+        assert code == 0 and "trust_remote_code=True" in output, error
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "hf", trust_remote_code=True, output_loading_info=True
+        )
+        assert not any(loading.values()), loading
+        return model
+
+    return export
+
+
+def texts():
+    """Return ids of three texts (3, 40), with documents that begin in the middle."""
+    ids = torch.randint(4, 260, (3, 40), generator=torch.Generator().manual_seed(5))
+    ids[:, 0] = ids[1, 20] = BYTES.bos_id
+    return ids
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS.keys() - {"llama"}))
+@torch.no_grad()
+def test_logits_and_greedy_texts(exported, name):
+    """Of texts without padding, of rows padded on either side, and token by token behind padding."""
+    net = network(**LAYOUTS[name])
+    model = exported(net)
+    ids = texts()
+    expected = net(ids)
+    assert 0.5 < expected.abs().max() and torch.equal(model(ids).logits, expected)
+    mask = torch.ones_like(ids)
+    mask[0, :13] = 0
+    mask[1, -9:] = 0
+    logits = model(ids, attention_mask=mask).logits
+    assert (logits[0, 13:] - net(ids[:1, 13:])[0]).abs().max() < 1e-4
+    assert (logits[1:, :-9] - expected[1:, :-9]).abs().max() < 1e-4
+    mask[1] = 1
+    prompts = [ids[0, 13:].tolist(), ids[1].tolist(), ids[2].tolist()]
+    samples = sample.generate(net, prompts, 1, 12, 0.0, [(0,), (1,), (2,)], frozenset())
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    found = model.generate(ids, **options)
+    assert found[:, 40:].tolist() == [row.ids for row in samples]
+    assert torch.equal(found, model.generate(ids, use_cache=False, **options))
+
+
+@torch.no_grad()
+def test_the_cache(exported):
+    """Beams, several texts of a prompt, logits of all places, and what a cache cannot do."""
+    net = network()
+    model = exported(net)
+    ids = texts()
+    mask = torch.ones_like(ids)
+    mask[:, :13] = 0
+    mask[1:, 5:] = 1
+    first = model(ids, attention_mask=mask, use_cache=True)
+    assert torch.equal(first.logits, model(ids, attention_mask=mask).logits)
+    token = torch.tensor([[5], [6], [7]])
+    after = model(token, past_key_values=first.past_key_values).logits
+    longer = torch.cat([ids, token], 1)
+    longer_mask = torch.cat([mask, torch.ones_like(token)], 1)
+    expected = model(longer, attention_mask=longer_mask, logits_to_keep=1).logits
+    assert after.shape == expected.shape and (after - expected).abs().max() < 1e-4
+    options = dict(attention_mask=mask, max_new_tokens=8, eos_token_id=None)
+    beams = [
+        model.generate(ids, num_beams=3, do_sample=False, use_cache=use_cache, **options)
+        for use_cache in (True, False)
+    ]
+    assert torch.equal(*beams)
+    drawn = model.generate(ids, num_return_sequences=2, do_sample=True, **options)
+    assert drawn.shape == (6, 48)
+    with pytest.raises(ValueError, match="it must be 0 on the left alone"):
+        model(ids, attention_mask=mask.flip(1), use_cache=True)
+
+
+def test_files_of_an_export(exported, transformers, tmp_path):
+    """What config.json says, which sections the code has, and that a saved model loads again."""
+    net = network()
+    model = exported(net)
+    folder = tmp_path / "hf"
+    config = json.loads((folder / "config.json").read_bytes())
+    assert config["shape"] == dataclasses.asdict(net.config)
+    assert config["auto_map"]["AutoModelForCausalLM"] == f"{MODULE}ForCausalLM"
+    assert (model.config.vocab_size, model.config.max_position_embeddings) == (264, 64)
+    assert model.generation_config.eos_token_id == BYTES.bos_id
+    code = (folder / "underpar.py").read_text()
+    sections = Q.re.findall("# === shared: (.*) ===", code)
+    assert sections == "settings tokenizer encoding text kernels model generation".split()
+    assert "zstandard" not in code and "import torch\n" in code
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", trust_remote_code=True, dtype=torch.bfloat16
+    )
+    assert again.network.features(texts()).dtype == torch.bfloat16
+    for name, param in again.network.named_parameters():
+        assert torch.equal(param, model.network.get_parameter(name).bfloat16())
+
+
+def sentencepiece_model(path):
+    """Write a SentencePiece model like those of the published FineWeb data: with a dummy prefix."""
+    import sentencepiece
+
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "a naïve café", "12345"] * 9),
+        model_writer=content,
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        minloglevel=2,
+        num_threads=1,
+    )
+    path.write_bytes(content.getvalue())
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizer.model", "imported.tiktoken"])
+def test_the_tokenizer(exported, transformers, tmp_path, kind):
+    """Ids are those of section encoding behind BOS; decoded they are the text."""
+    run = tmp_path / "run"
+    run.mkdir()
+    if kind == "tokenizer.model":
+        sentencepiece_model(run / kind)
+    elif kind == "imported.tiktoken":
+        train_tokenizer("llama3").save(str(tmp_path / "tokenizer.json"))
+        (run / kind).write_bytes(Q.hf_tokenizer(tmp_path).content)
+    tokenizer = S.load_tokenizer(run / kind)
+    changes = dict(vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
+    exported(T.GPT(dataclasses.replace(network().config, **changes)))
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    bos = tokenizer.bos_id
+    assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (bos, bos, bos)
+    assert len(found) == found.vocab_size == tokenizer.vocab_size
+    for text in ("the cat", "", "naïve café 12345", f"a {found.bos_token} b", "x <|user|> .", "🙂"):
+        ids = found(text).input_ids
+        assert ids == [bos, *tokenizer.encode(text)]
+        assert found(text, add_special_tokens=False).input_ids == ids[1:]
+        assert found.decode(ids, skip_special_tokens=True) == text
+        assert found.decode(ids) == found.bos_token + text
+    batch = found(["a", "the cat"], padding=True, padding_side="left", return_tensors="pt")
+    lengths = [1 + len(tokenizer.encode(text)) for text in ("a", "the cat")]
+    assert batch.attention_mask.sum(1).tolist() == lengths
+    assert found.decode([tokenizer.vocab_size + 3]) == ""  # a role that training added
+
+
+@pytest.mark.full
+def test_a_process_without_these_scripts(call, tmp_path):
+    """The folder alone is enough, in a process that has never seen the scripts."""
+    net = network()
+    assert call("export", save(tmp_path / "run", net), tmp_path / "hf")[0] == 0
+    code = (
+        "import torch, transformers as t; o = dict(trust_remote_code=True);"
+        "m = t.AutoModelForCausalLM.from_pretrained('hf', **o);"
+        "k = t.AutoTokenizer.from_pretrained('hf', **o);"
+        "x = k(['the cat', 'a'], padding=True, padding_side='left', return_tensors='pt');"
+        "print(m.generate(**x, max_new_tokens=9, do_sample=False, eos_token_id=None)[:, -9:].tolist())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(HF_HOME=tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    prompts = [[1, *(4 + byte for byte in text)] for text in (b"the cat", b"a")]
+    samples = sample.generate(net, prompts, 1, 9, 0.0, [(0,), (1,)], frozenset())
+    assert json.loads(done.stdout.splitlines()[-1]) == [row.ids for row in samples]
