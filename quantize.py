@@ -5,7 +5,8 @@
     MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # the same with 4 bits, to nearest
     python quantize.py bitdelta runs/<BASE> runs/<TUNED> tuned.delta     # 1 bit a weight; deltaquant: 1 to 8
     python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
-    python quantize.py import models/Qwen3.5-0.8B runs/qwen              # from Hugging Face's files; export: to them
+    python quantize.py import models/Qwen3.5-0.8B runs/qwen              # from Hugging Face's files
+    python quantize.py export runs/qwen out --like models/Qwen3.5-0.8B   # to them; docs/models.md: two other ways
 
 MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its newest whole
 checkpoint), or what `unpack` or `apply` wrote. Settings below are environment variables, in capitals; DATA_PATH and

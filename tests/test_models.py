@@ -172,38 +172,63 @@ def test_token_by_token_and_padded_rows(imported, name):
         assert found.ids == want[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_export_gives_every_tensor_back(transformers, imported, tmp_path, name):
-    """Byte for byte, in its own dtype; transformers loads the folder as the same class."""
+def tensors_of(folder):
+    """Return the tensors of all safetensors files of a model in a folder."""
     from safetensors.torch import load_file
 
-    model, folder, out = imported(name, torch.bfloat16)
-    imported.run("export", out, tmp_path / "back")
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
+    files = sorted(folder.glob("model*.safetensors"))
+    return {key: tensor for path in files for key, tensor in load_file(path).items()}
+
+
+def assert_same_tensors(folder, other):
+    before = tensors_of(folder)
+    after = tensors_of(other)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
-        assert tensor.dtype == after[key].dtype and torch.equal(tensor, after[key]), key
+        bits = [one.view(torch.uint8) if one.ndim else one for one in (tensor, after[key])]
+        assert tensor.dtype == after[key].dtype and torch.equal(*bits), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_gives_every_tensor_back(transformers, imported, tmp_path, name):
+    """Byte for byte, in its own dtype, and all other files; transformers loads the same class."""
+    model, folder, out = imported(name, torch.bfloat16)
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 128}')
+    (folder / "pytorch_model.bin").write_bytes(b"weights of another format")
+    imported.run("export", out, tmp_path / "back", "--like", folder)
+    assert_same_tensors(folder, tmp_path / "back")
+    for path in {*folder.iterdir()} - {folder / "pytorch_model.bin", folder / "model.safetensors"}:
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "back" / "pytorch_model.bin").exists()
     again, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", dtype="auto", output_loading_info=True
     )
-    assert type(again) is type(model)
+    assert type(again) is type(model) and again.dtype == torch.bfloat16
     keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
     assert not any(loading[key] for key in keys), loading
-    assert again.dtype == torch.bfloat16
-    ids = ("bos_token_id", "eos_token_id", "max_position_embeddings")
-    assert [getattr(again.config, key) for key in ids] == [
-        getattr(model.config, key) for key in ids
-    ]
+
+
+def test_export_without_the_folder(transformers, imported, tmp_path):
+    """A config of our own, in float32, with the same logits."""
+    _, folder, out = imported("qwen3", torch.bfloat16)
+    imported.run("export", out, tmp_path / "own")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    assert again.dtype == torch.float32 and again.config.eos_token_id == 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.equal(again(texts()).logits, model(texts()).logits)
 
 
 def test_a_folder_of_several_files_with_images(imported, tmp_path):
-    """Qwen3_5ForConditionalGeneration has its text model under another name, and other parts beside."""
-    from safetensors.torch import load_file, save_file
+    """Qwen3_5ForConditionalGeneration has its text model under another name, and other parts beside,
+    which an export has too. A tied head may stand in the files.
+    """
+    from safetensors.torch import save_file
 
-    model, folder, out = imported("qwen3_5")
-    state = load_file(folder / "model.safetensors")
+    _, folder, out = imported("qwen3_5", torch.bfloat16)
+    state = tensors_of(folder)
     renamed = {key.replace("model.", "model.language_model."): w for key, w in state.items()}
-    renamed |= {"model.visual.patch.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    renamed |= {"model.visual.patch.weight": torch.randn(3), "mtp.fc.weight": torch.ones(2).half()}
+    renamed["lm_head.weight"] = renamed["model.language_model.embed_tokens.weight"].clone()
     names = sorted(renamed)
     other = tmp_path / "images"
     other.mkdir()
@@ -219,13 +244,106 @@ def test_a_folder_of_several_files_with_images(imported, tmp_path):
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "text_config": config | {"tie_word_embeddings": False},
         "tie_word_embeddings": True,  # which transformers goes by
+        "vision_config": {"depth": 2},
     }
     (other / "config.json").write_text(json.dumps(config))
-    imported.run("import", other, tmp_path / "runs" / "images", TOKENIZER_PATH="bytes")
-    for one, two in zip(
-        *(load(path).parameters() for path in (out, out.parent / "images")), strict=True
-    ):
+    run = tmp_path / "runs" / "images"
+    imported.run("import", other, run, TOKENIZER_PATH="bytes")
+    for one, two in zip(*(load(path).parameters() for path in (out, run)), strict=True):
         assert torch.equal(one, two)
+    imported.run("export", run, tmp_path / "back", "--like", other)
+    assert_same_tensors(other, tmp_path / "back")
+    files = sorted(path.name for path in (tmp_path / "back").iterdir())
+    assert files == ["SHA256SUMS", "config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "back" / "config.json").read_bytes()) == config
+
+
+def save_trained(run, network, out):
+    """Write a network as a run whose tokenizer is that of an imported one."""
+    source = Q.read_weights(run)
+    trained = Q.Weights(run, network.state_dict(), vars(network.config), source.header)
+    out.mkdir()
+    for path in run.glob("*.tiktoken"):
+        (out / path.name).write_bytes(path.read_bytes())
+    Q.write_model(out / "step_000009", trained, run / "step_000000")
+
+
+@pytest.mark.parametrize("spare", [38, 0])
+def test_role_tokens_in_an_export_like_the_original(transformers, imported, call, tmp_path, spare):
+    """They take the rows of ids without a token; if there are fewer, the vocabulary grows."""
+    from safetensors.torch import save_file
+
+    tokenizer = train_tokenizer("gpt2")
+    size = tokenizer.get_vocab_size()
+    folder = tmp_path / "model"
+    name = "llama" if spare else "llama_tied_mqa"
+    model = make(transformers, name, vocab_size=size + spare).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    # A tied head may stand in the files.
+    state = tensors_of(folder) | {"lm_head.weight": model.lm_head.weight.detach().clone()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    imported.run("import", folder, tmp_path / "runs" / "base")
+    network, found, _ = S.load_model("INIT_FROM", str(tmp_path / "runs" / "base"))
+    S.grow_roles(network, found)
+    for param in network.parameters():
+        param.data = param.data.bfloat16().float() * 2
+    save_trained(tmp_path / "runs" / "base", network, tmp_path / "runs" / "tuned")
+    code, output, error = call(
+        "export", tmp_path / "runs" / "tuned", tmp_path / "back", "--like", folder
+    )
+    assert code == 0 and f"the four ids before {size + 4} are <|system|>" in output, error
+    config = json.loads((tmp_path / "back" / "config.json").read_bytes())
+    rows = max(size + 4, size + spare)
+    assert config == json.loads((folder / "config.json").read_bytes()) | {"vocab_size": rows}
+    before, after = (tensors_of(path) for path in (folder, tmp_path / "back"))
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(after[key][:size], 2 * before[key][:size])
+        assert torch.equal(after[key][size + 4 :], before[key][size + 4 :])
+    assert torch.equal(after["model.embed_tokens.weight"][: size + 4], network.embed.bfloat16())
+    head = network.embed if network.head is None else network.head
+    assert torch.equal(after["lm_head.weight"][: size + 4], head.bfloat16())
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    )
+    ids = torch.randint(0, size + 4, (2, 50))
+    ids[ids == found.bos_id] = size  # behind BOS our network begins a document
+    with torch.no_grad():
+        logits = again(ids).logits[..., : size + 4]
+        assert (logits - network(ids)).abs().max() < 1e-5 * logits.abs().max()
+
+
+UNLIKE = [
+    (dict(num_key_value_heads=4), r"config.json: has num_kv_heads=4, .*step_000000 2"),
+    (dict(rope_parameters=dict(rope_theta=5e5)), r"has rope_base=500000.0, .* 10000.0"),
+    (dict(architectures=["Qwen3ForCausalLM"]), r"has qk_norm=True, .* False"),
+    (dict(num_hidden_layers="3"), "does not describe a model"),
+]
+
+
+def test_export_like_another_model_is_an_error(imported, call, tmp_path):
+    """One line names what differs, or the tensor that a folder lacks. Nothing is left behind."""
+    from safetensors.torch import save_file
+
+    _, folder, out = imported("llama")
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes())
+
+    def refuses(fault):
+        code, _, error = call("export", out, tmp_path / "back", "--like", folder)
+        assert code == 2 and re.search(fault, error), error
+        assert not (tmp_path / "back").exists()
+
+    for changes, fault in UNLIKE:
+        path.write_text(json.dumps(config | changes))
+        refuses(fault)
+    path.write_text("{")
+    refuses("does not describe a model")
+    path.write_text(json.dumps(config))
+    state = tensors_of(folder)
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    refuses("its safetensors files lack model.layers.1.mlp.up_proj.weight")
 
 
 REFUSED = [
@@ -286,24 +404,29 @@ def test_what_the_network_does_not_compute_is_refused_by_name(imported, refuses,
     refuses(fault, folder, TOKENIZER_PATH="bytes")
 
 
-def test_an_imported_model_is_trained_and_exported(transformers, imported):
+def train_adapters(folder, out):
+    """Return a run of train_sft.py that trained LoRA adapters on an imported model."""
+    rows = folder.parent / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps(dict(prompt=str(i), answer=str(i))) + "\n" for i in range(99))
+    )
+    settings = dict(INIT_FROM=out, TRAIN_FILES=rows, ITERATIONS=9, COMPILE=0, RUN_ID="tuned")
+    settings |= dict(MAX_WALLCLOCK_SECONDS=0, OUT_DIR=folder.parent, TRAIN_SEQ_LEN=64, QAT=0)
+    settings |= dict(LORA_RANK=4, LORA_ALPHA=12)
+    done = start([ROOT / "train_sft.py"], environment(**settings), Path(folder.parent))
+    assert done.returncode == 0, done.stderr
+    return folder.parent / "tuned"
+
+
+def test_an_imported_model_is_trained_and_exported(transformers, imported, call):
     """INIT_FROM of a folder that was not imported is an error; of one that was, it trains, by LoRA. What is exported
     has the logits of the trained network.
     """
     _, folder, out = imported("qwen3_5_1_to_2")
     with pytest.raises(S.UserError, match=r"first python quantize\.py import"):
         S.load_model("INIT_FROM", str(folder))
-    rows = folder.parent / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps(dict(prompt=str(i), answer=str(i))) + "\n" for i in range(99))
-    )
-    settings = dict(INIT_FROM=out, TRAIN_FILES=rows, ITERATIONS=9, COMPILE=0, RUN_ID="tuned")
-    settings |= dict(
-        MAX_WALLCLOCK_SECONDS=0, OUT_DIR=folder.parent, TRAIN_SEQ_LEN=64, QAT=0, LORA_RANK=4
-    )
-    done = start([ROOT / "train_sft.py"], environment(**settings), Path(folder.parent))
-    assert done.returncode == 0, done.stderr
-    run = folder.parent / "tuned"
+    run = train_adapters(folder, out)
+    check_adapters(imported, call, folder, run)
     for average in ("raw", "ema"):
         exported = folder.parent / average
         imported.run("export", run, exported, "--weights", average)
@@ -319,6 +442,56 @@ def test_an_imported_model_is_trained_and_exported(transformers, imported):
             ids = texts()
             assert (network(ids) - theirs(ids).logits).abs().max() < 1e-4
             assert (network(ids) - load(out)(ids)).abs().max() > 1e-2
+
+
+def check_adapters(imported, call, folder, run):
+    """The base's weights and the adapters that `export` writes make the weights that it writes without --adapters."""
+    imported.run("export", run, folder.parent / "peft", "--adapters", "--weights", "raw")
+    imported.run("export", run, folder.parent / "merged", "--weights", "raw")
+    from safetensors.torch import load_file
+
+    config = json.loads((folder.parent / "peft" / "adapter_config.json").read_bytes())
+    assert (config["r"], config["lora_alpha"]) == (4, 12)
+    adapters = load_file(folder.parent / "peft" / "adapter_model.safetensors")
+    expected = tensors_of(folder.parent / "merged")
+    adapted = set()
+    for key, base in tensors_of(folder).items():
+        module = f"base_model.model.{key.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapters:
+            adapted.add(key.split(".")[-2])
+            a, b = (adapters.pop(f"{module}.lora_{part}.weight") for part in "AB")
+            assert b.abs().max() > 0
+            base = base + 12 / 4 * b @ a
+        assert (base - expected[key]).abs().max() < 1e-6, key
+    assert not adapters and adapted == set(config["target_modules"])
+    assert {"q_proj", "k_proj", "in_proj_qkv", "in_proj_z", "gate_proj", "down_proj"} < adapted
+    source = Q.read_weights(run, "raw")
+    assert Q.check_base(source).parent.name == folder.name
+    embed = source.unmerged["embed"]
+    for changed in (embed + 1, torch.cat([embed, embed[:4]])):
+        source.unmerged["embed"] = changed
+        with pytest.raises(Q.UserError, match="embed has changed or grown; adapters cannot"):
+            Q.check_base(source)
+    code, _, error = call("export", folder.parent / "runs" / folder.name, run / "x", "--adapters")
+    assert code == 2 and "has no adapters; LORA_RANK trains them" in error
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama_tied_mqa", "qwen2", "qwen3", "qwen3_5_1_to_2"])
+def test_peft_loads_adapters_onto_the_original(transformers, imported, tmp_path, name):
+    """Its logits are those of the network with adapters, and so are those of the model that it merges."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model, folder, out = imported(name)
+    run = train_adapters(folder, out)
+    imported.run("export", run, tmp_path / "peft", "--adapters", "--weights", "raw")
+    network = load(next(run.glob("step_000009")))
+    ids = texts()
+    with torch.no_grad():
+        expected = network(ids)
+        assert (model(ids).logits - expected).abs().max() > 1e-2
+        adapted = peft.PeftModel.from_pretrained(model, tmp_path / "peft")
+        assert (adapted(ids).logits - expected).abs().max() < 1e-4
+        assert (adapted.merge_and_unload()(ids).logits - expected).abs().max() < 1e-4
 
 
 # --------------------------------------------------------------------------------------- tokenizers
@@ -389,8 +562,6 @@ def test_a_tokenizer_json_encodes_as_it_does(transformers, imported, tmp_path, k
     """2,000 texts. The model has more rows than the tokenizer has tokens, which export gives back. BOS is
     <|endoftext|>, or what tokenizer_config.json says. Decoded ids are the text, or its normal form.
     """
-    from safetensors.torch import load_file
-
     tokenizer = train_tokenizer(kind)
     folder = tmp_path / "model"
     make(transformers, "llama", vocab_size=640).save_pretrained(folder)
@@ -404,10 +575,10 @@ def test_a_tokenizer_json_encodes_as_it_does(transformers, imported, tmp_path, k
     bos = "<|im_start|>" if kind == "llama3" else "<|endoftext|>"
     assert found.bos_id == network.config.bos_id == tokenizer.token_to_id(bos)
     assert found.vocab_size == network.config.vocab_size == tokenizer.get_vocab_size() < 640
-    imported.run("export", out, tmp_path / "back")
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
-    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
-    assert json.loads((tmp_path / "back" / "config.json").read_bytes())["vocab_size"] == 640
+    imported.run("export", out, tmp_path / "back", "--like", folder)
+    assert_same_tensors(folder, tmp_path / "back")
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
     different = 0
     for text in hard_texts():
         ids = found.encode(text)

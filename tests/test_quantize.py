@@ -521,7 +521,7 @@ def test_transformers_computes_the_same_logits_from_an_export(call, tmp_path, ch
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     net = network(**{**LLAMA, **changes})
     code, output, error = call("export", save(tmp_path / "run", net), tmp_path / "hf")
-    assert code == 0 and "transformers loads them as LlamaForCausalLM" in output, error
+    assert code == 0 and "trust_remote_code" not in output, error
     theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32, output_loading_info=True
     )
@@ -536,7 +536,7 @@ def test_transformers_computes_the_same_logits_from_an_export(call, tmp_path, ch
     assert theirs.generation_config.eos_token_id == BYTES.bos_id
 
 
-REFUSED = [
+OTHER_LAYOUTS = [
     (dict(layer_pattern="a s"), "layers='a s a'"),
     (dict(norm="rms"), "norms='rms rms rms'"),
     (dict(mlp="gelu"), "mlp='gelu'"),
@@ -548,12 +548,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "fault"), REFUSED)
-def test_other_layouts_are_refused_by_name(call, tmp_path, changes, fault):
+@pytest.mark.parametrize(("changes", "fault"), OTHER_LAYOUTS)
+def test_other_layouts_bring_their_code_and_are_told_by_name(call, tmp_path, changes, fault):
+    """What transformers makes of it is in test_remote.py."""
+    pytest.importorskip("safetensors")
     write(tmp_path / "m.upar", network(**{**LLAMA, **changes}))
-    code, _, error = call("export", tmp_path / "m.upar", tmp_path / "hf")
-    assert code == 2 and error.endswith(f"transformers' LlamaForCausalLM has no {fault}\n")
-    assert not (tmp_path / "hf").exists()
+    code, output, error = call("export", tmp_path / "m.upar", tmp_path / "hf")
+    assert code == 0 and output.startswith(f"transformers' LlamaForCausalLM has no {fault};"), error
+    config = json.loads((tmp_path / "hf" / "config.json").read_bytes())
+    assert config["architectures"] == ["UnderparForCausalLM"]
 
 
 # --------------------------------------------------------------------------------------- the guide
@@ -605,7 +608,8 @@ def test_the_guides_commands_run(call, named):
     assert "byte for byte" in outputs["verify", "ema"]
     assert "bits per byte of validation: base " in outputs["bitdelta", "--score"]
     files = sorted(path.name for path in (named / "huggingface").iterdir())
-    assert files == ["SHA256SUMS", "config.json", "model.safetensors"]
+    names = "SHA256SUMS bytes config.json model.safetensors modeling_underpar.py"
+    assert files == [*names.split(), "tokenizer_config.json", "underpar.py"]
     sizes = [(named / f"tuned{bits}.delta").stat().st_size for bits in (2, 3)]
     assert (named / "tuned.delta").exists() and sizes[0] < sizes[1]
 
