@@ -98,7 +98,8 @@ def test_logits_and_greedy_texts(exported, name):
 @torch.no_grad()
 def test_the_cache(exported):
     """Beams, several texts of a prompt, logits of all places, and what a cache cannot do."""
-    net = network()
+    net = network(layer_pattern="g s", tie_embeddings=False)
+    net.head.data = torch.randn_like(net.head)  # so that the best beam changes
     model = exported(net)
     ids = texts()
     mask = torch.ones_like(ids)
@@ -133,7 +134,7 @@ def test_files_of_an_export(exported, transformers, tmp_path):
     assert config["shape"] == dataclasses.asdict(net.config)
     assert config["auto_map"]["AutoModelForCausalLM"] == f"{MODULE}ForCausalLM"
     assert (model.config.vocab_size, model.config.max_position_embeddings) == (264, 64)
-    assert model.generation_config.eos_token_id == BYTES.bos_id
+    assert model.generation_config.eos_token_id == model.config.pad_token_id == BYTES.bos_id
     code = (folder / "underpar.py").read_text()
     sections = Q.re.findall("# === shared: (.*) ===", code)
     assert sections == "settings tokenizer encoding text kernels model generation".split()
