@@ -29,6 +29,8 @@ class UnderparConfig(PretrainedConfig):
 class TextCache(Decoder):
     """A Decoder as a cache of transformers."""
 
+    is_compileable = False
+
     def reorder_cache(self, rows):
         """Go on with these rows, as beam search asks."""
         self.take(rows)
