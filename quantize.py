@@ -3584,17 +3584,22 @@ def import_(args):
 
 
 def export(args):
-    """Write a folder for transformers: a model, or with --adapters its LoRA adapters, for PEFT."""
+    """Write a folder for transformers: a model, or with --adapters its LoRA adapters, for PEFT.
+
+    With --like FOLDER the model has the form of that, from which it was imported.
+    """
     source = read_weights(args.model, args.weights)
     network = rebuild(source)
     if args.adapters:
+        if args.like:
+            raise UserError("--adapters: they are for INIT_FROM; must be without --like")
         files = adapter_files(source, network)
     elif args.like:
         files = like_files(args.like, source, network)
     else:
         files = own_files(source, network)
     write_folder(args.out, files)
-    print(f"{args.out}: {', '.join(files)}")
+    print(f"{args.out}: {len(files)} files")
 
 
 def own_files(source, network):
@@ -3737,8 +3742,8 @@ WORDS = {
     "checkpoint": {"nargs": "?"},
     "--weights": {"choices": AVERAGES, "help": "of a checkpoint (those that its run chose)"},
     "folder": {"type": Path},
-    "--like": {"type": Path, "help": "the folder that was imported: in its form"},
-    "--adapters": {"action": "store_true", "help": "the LoRA adapters alone, for PEFT"},
+    "--like": {"type": Path},
+    "--adapters": {"action": "store_true"},
     "out": {"type": Path},
     "--score": {"action": "store_true", "help": "bits per byte on DATA_PATH's validation"},
     "--checkpoint": {"help": "of the same weights, for the error"},

@@ -474,6 +474,8 @@ def check_adapters(imported, call, folder, run):
             Q.check_base(source)
     code, _, error = call("export", folder.parent / "runs" / folder.name, run / "x", "--adapters")
     assert code == 2 and "has no adapters; LORA_RANK trains them" in error
+    code, _, error = call("export", run, run / "x", "--adapters", "--like", folder)
+    assert code == 2 and "must be without --like" in error
 
 
 @pytest.mark.full
