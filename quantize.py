@@ -459,8 +459,10 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
+    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode_marked: Callable = None
     roles: dict = None
+    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -1691,14 +1693,16 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
-    def context(self, ids):
+    def context(self, ids, doc):
         """Return doc, recent and positions for ids (B, T) at the beginning of texts.
 
         recent (B, CONV_TAPS-1 + T): the ids; in front stand the places that the convolution of the
-        first token reaches. doc, of the same shape: the number of each token's document.
-        positions (T,): 0, 1, 2 ...
+        first token reaches. doc, of the same shape: the number of each token's document; None: each
+        BOS begins one. positions (T,): 0, 1, 2 ...
         """
-        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        if doc is None:
+            doc = (ids == self.config.bos_id).cumsum(dim=1)
+        doc = F.pad(doc, (CONV_TAPS - 1, 0))
         recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.bos_id)
         return doc, recent, torch.arange(ids.size(1), device=ids.device)
 
@@ -1719,11 +1723,11 @@ class GPT(nn.Module):
             places.append(key % rows + (back - 1) * rows)
         return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 
-    def features(self, ids, cache=None, borders=None):
+    def features(self, ids, cache=None, borders=None, doc=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         With a cache, ids go on with the texts that it holds (see Decoder in section generation).
-        borders: see document_borders; without them attention masks by BOS.
+        borders: see document_borders; without them attention masks by `doc`, see context.
         """
         config = self.config
         if config.positions == "learned" and ids.size(1) > config.train_seq_len:
@@ -1731,7 +1735,7 @@ class GPT(nn.Module):
                 f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
                 f"{config.train_seq_len}"
             )
-        doc, recent, positions = (cache or self).context(ids)
+        doc, recent, positions = cache.context(ids) if cache else self.context(ids, doc)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads

@@ -366,9 +366,9 @@ def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     questions = S.read_questions([model], path, made, print)
     train, _, problems = G.split_problems(G.Settings(train_files=path, eval_prompts=7))
     assert [question.problem for question in questions] == problems and len(problems) == 7
-    prompts = [S.chat_ids(BYTES, problem["prompt"])[0] for problem in problems]
+    prompts = [S.chat_ids(BYTES, problem["prompt"]) for problem in problems]
     seeds = [(3, 1 << 31, i) for i in range(7)]
-    samples = S.generate(model.network, prompts, 2, 9, 1.0, seeds, frozenset([263]))
+    samples = S.generate(model.network, prompts, 2, 9, 1.0, seeds, frozenset([1, 263]))
     answers = S.answer_questions(model, questions, made, 2)
     for i, (answer, one) in enumerate(zip(answers, samples, strict=True)):
         text = S.completion(BYTES, prompts[i // 2], one.ids)
@@ -415,7 +415,8 @@ def plain_answer(net, turns, text):
 
 
 def plain_reward(net, turns):
-    ids, _ = S.turn_ids(BYTES, turns)
+    *before, (_, answer) = turns
+    ids = [*S.asked_ids(BYTES, before), *S.answer_ids(BYTES, before, answer)]
     with torch.no_grad():
         return float(net.features(torch.tensor([ids]))[0, -1] @ net.w_value)
 
