@@ -687,9 +687,10 @@ def begin_ids(tokenizer):
 
 @functools.cache
 def compile_template(source):
-    """Return a chat template, which jinja2 renders as transformers has it do. Raises UserError.
+    """Return the function that renders a chat template, by jinja2, as transformers does.
 
-    A template that asks for the date does not get it: texts are the same on every day.
+    A template that asks for the date does not get it: texts are the same on every day. Raises
+    UserError, as the function does.
     """
     try:
         from jinja2 import TemplateError
@@ -706,9 +707,17 @@ def compile_template(source):
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source)
     except TemplateError as error:
-        raise UserError(f"chat template: {error}") from None
+        refuse(error)
+
+    def render(**values):
+        try:
+            return template.render(**values)
+        except TemplateError as error:
+            refuse(error)
+
+    return render
 
 
 def chat_text(tokenizer, turns, ask):
@@ -716,15 +725,10 @@ def chat_text(tokenizer, turns, ask):
 
     ask: whether it ends where an answer of the assistant begins.
     """
-    template = compile_template(tokenizer.facts["template"])
     messages = [{"role": role.strip("<|>"), "content": text} for role, text in turns]
-    return template.render(
-        messages=messages,
-        add_generation_prompt=ask,
-        tools=None,
-        documents=None,
-        **tokenizer.facts["names"],
-    )
+    render = compile_template(tokenizer.facts["template"])
+    values = dict(messages=messages, add_generation_prompt=ask, tools=None, documents=None)
+    return render(**values, **tokenizer.facts["names"])
 
 
 # === end: template ===
@@ -832,19 +836,21 @@ def listed_turns(row, name):
     return turns
 
 
-def answer_span(tokenizer, text, before):
-    """Return begin and end of the answer to the turns `before` in a text of chat_text, or None.
+def answered_text(tokenizer, turns):
+    """Return the text of turns by an imported model's chat template up to the end of the last answer,
+    and where that begins. The last turn is the assistant's. Raises RowError.
 
     The answer is what the model itself would write: it begins where the prompt ends, and ends with
     the first token that stops an answer.
     """
-    prompt = chat_text(tokenizer, before, True)
+    prompt = chat_text(tokenizer, turns[:-1], True)
+    text = chat_text(tokenizer, turns, False)
     facts = tokenizer.facts
     stops = [re.escape(name) for name, i in facts["added"].items() if i in facts["stop"]]
     stop = re.compile("|".join(stops)).search(text, len(prompt))
     if stop is None or not text.startswith(prompt):
-        return None
-    return len(prompt), stop.end()
+        raise RowError("the chat template does not write the answer as the model would")
+    return text[: stop.end()], len(prompt)
 
 
 def read_file(path):
@@ -997,12 +1003,8 @@ def answer_ids(tokenizer, before, answer):
     """Return the ids of an answer to turns, with the token that ends it. Raises RowError."""
     if "template" not in tokenizer.facts:
         return [*tokenizer.encode(answer), tokenizer.roles.get("<|end|>", tokenizer.bos_id)]
-    text = chat_text(tokenizer, [*before, ("<|assistant|>", answer)], False)
-    span = answer_span(tokenizer, text, before)
-    if span is None:
-        raise RowError("the chat template does not write the answer as the model would")
-    begin, end = span
-    return tokenizer.encode_marked(text[begin:end])
+    text, begin = answered_text(tokenizer, [*before, ("<|assistant|>", answer)])
+    return tokenizer.encode_marked(text[begin:])
 
 
 # === end: preferences ===

@@ -736,9 +736,10 @@ def begin_ids(tokenizer):
 
 @functools.cache
 def compile_template(source):
-    """Return a chat template, which jinja2 renders as transformers has it do. Raises UserError.
+    """Return the function that renders a chat template, by jinja2, as transformers does.
 
-    A template that asks for the date does not get it: texts are the same on every day.
+    A template that asks for the date does not get it: texts are the same on every day. Raises
+    UserError, as the function does.
     """
     try:
         from jinja2 import TemplateError
@@ -755,9 +756,17 @@ def compile_template(source):
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source)
     except TemplateError as error:
-        raise UserError(f"chat template: {error}") from None
+        refuse(error)
+
+    def render(**values):
+        try:
+            return template.render(**values)
+        except TemplateError as error:
+            refuse(error)
+
+    return render
 
 
 def chat_text(tokenizer, turns, ask):
@@ -765,15 +774,10 @@ def chat_text(tokenizer, turns, ask):
 
     ask: whether it ends where an answer of the assistant begins.
     """
-    template = compile_template(tokenizer.facts["template"])
     messages = [{"role": role.strip("<|>"), "content": text} for role, text in turns]
-    return template.render(
-        messages=messages,
-        add_generation_prompt=ask,
-        tools=None,
-        documents=None,
-        **tokenizer.facts["names"],
-    )
+    render = compile_template(tokenizer.facts["template"])
+    values = dict(messages=messages, add_generation_prompt=ask, tools=None, documents=None)
+    return render(**values, **tokenizer.facts["names"])
 
 
 # === end: template ===

@@ -731,9 +731,10 @@ def begin_ids(tokenizer):
 
 @functools.cache
 def compile_template(source):
-    """Return a chat template, which jinja2 renders as transformers has it do. Raises UserError.
+    """Return the function that renders a chat template, by jinja2, as transformers does.
 
-    A template that asks for the date does not get it: texts are the same on every day.
+    A template that asks for the date does not get it: texts are the same on every day. Raises
+    UserError, as the function does.
     """
     try:
         from jinja2 import TemplateError
@@ -750,9 +751,17 @@ def compile_template(source):
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source)
     except TemplateError as error:
-        raise UserError(f"chat template: {error}") from None
+        refuse(error)
+
+    def render(**values):
+        try:
+            return template.render(**values)
+        except TemplateError as error:
+            refuse(error)
+
+    return render
 
 
 def chat_text(tokenizer, turns, ask):
@@ -760,15 +769,10 @@ def chat_text(tokenizer, turns, ask):
 
     ask: whether it ends where an answer of the assistant begins.
     """
-    template = compile_template(tokenizer.facts["template"])
     messages = [{"role": role.strip("<|>"), "content": text} for role, text in turns]
-    return template.render(
-        messages=messages,
-        add_generation_prompt=ask,
-        tools=None,
-        documents=None,
-        **tokenizer.facts["names"],
-    )
+    render = compile_template(tokenizer.facts["template"])
+    values = dict(messages=messages, add_generation_prompt=ask, tools=None, documents=None)
+    return render(**values, **tokenizer.facts["names"])
 
 
 # === end: template ===
@@ -825,19 +829,21 @@ def listed_turns(row, name):
     return turns
 
 
-def answer_span(tokenizer, text, before):
-    """Return begin and end of the answer to the turns `before` in a text of chat_text, or None.
+def answered_text(tokenizer, turns):
+    """Return the text of turns by an imported model's chat template up to the end of the last answer,
+    and where that begins. The last turn is the assistant's. Raises RowError.
 
     The answer is what the model itself would write: it begins where the prompt ends, and ends with
     the first token that stops an answer.
     """
-    prompt = chat_text(tokenizer, before, True)
+    prompt = chat_text(tokenizer, turns[:-1], True)
+    text = chat_text(tokenizer, turns, False)
     facts = tokenizer.facts
     stops = [re.escape(name) for name, i in facts["added"].items() if i in facts["stop"]]
     stop = re.compile("|".join(stops)).search(text, len(prompt))
     if stop is None or not text.startswith(prompt):
-        return None
-    return len(prompt), stop.end()
+        raise RowError("the chat template does not write the answer as the model would")
+    return text[: stop.end()], len(prompt)
 
 
 def read_file(path):
@@ -3497,18 +3503,19 @@ class Row:
 def templated_ids(tokenizer, turns):
     """Return turn_ids by the chat template of an imported model. Raises RowError.
 
-    Some templates write earlier answers otherwise than the model does, without its thoughts. These
-    answers are context alone.
+    Some templates leave thoughts out of earlier answers. The model would not write these, so they
+    are not learned.
     """
     text = chat_text(tokenizer, turns, False)
     parts = []
     place = 0
-    for number, (role, _) in enumerate(turns):
-        span = answer_span(tokenizer, text, turns[:number]) if role == "<|assistant|>" else None
-        if span:
-            begin, end = span
-            parts += [(text[place:begin], False), (text[begin:end], True)]
-            place = end
+    for number, (role, _) in enumerate(turns, 1):
+        if role != "<|assistant|>":
+            continue
+        answered, begin = answered_text(tokenizer, turns[:number])
+        if text.startswith(answered):
+            parts += [(text[place:begin], False), (answered[begin:], True)]
+            place = len(answered)
     if not parts:
         raise RowError("the chat template writes no answer as the model would")
     ids = []
@@ -3548,9 +3555,9 @@ def parse_row(row, tokenizer, settings):
     name, turns = row_turns(row)
     ids, said = turn_ids(tokenizer, turns)
     answers = [role for role, _ in turns].count("<|assistant|>")
-    begins = sum(is_said > before for before, is_said in itertools.pairwise([False, *said]))
-    if begins < answers:
-        name += ", earlier answers not learned"
+    learned = sum(is_said > before for before, is_said in itertools.pairwise([False, *said]))
+    if learned < answers:
+        name += f" (of {answers} answers {learned} learned)"
     if len(ids) > settings.train_seq_len:
         raise RowError(f"more than TRAIN_SEQ_LEN={settings.train_seq_len} tokens")
     ids = torch.tensor(ids)
