@@ -3,12 +3,12 @@
     ARTIFACT=runs/<RUN_ID> PROMPT="Once upon a time" NUM_SAMPLES=4 python sample.py
     ARTIFACT=runs/<RUN_ID> MODE=chat SYSTEM="Answer briefly." TEMPERATURE=0.7 python sample.py
     ARTIFACT=runs/<RUN_ID> MODE=score SCORE_PATH=book.txt python sample.py
-    ARTIFACT=runs/<RUN_ID> MODE=score SCORE=choices SCORE_PATH=piqa.jsonl python sample.py
     ARTIFACT=runs/<RUN_ID> MODE=score SCORE=task SCORE_PATH=data/sort.jsonl HELD_OUT=1 python sample.py
 
 ARTIFACT is needed. In a chat, a line is a turn, /reset forgets the conversation, and Ctrl-C ends an
 answer. Scores need SCORE_PATH; docs/scoring.md explains them. HELD_OUT=1 keeps the prompts that
-training holds out, and REWARD marks the answers.
+training holds out, and REWARD marks the answers. Multiple choice and other benchmarks are left to
+lm-evaluation-harness, which docs/scoring.md explains too.
 
 Every setting below is an environment variable or an argument, NAME=value. Sections between
 `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
@@ -91,11 +91,10 @@ class Settings:
     top_p: float = bounded(1.0, 1e-09, 1.0)
     # score
     # text: bits per byte; the others are listed in docs/scoring.md
-    score: Literal["text", "choices", "lambada", "task", "preference", "win", "quality"] = "text"
+    score: Literal["text", "task", "preference", "win", "quality"] = "text"
     score_path: str = ""  # FILE,FILE to score
     score_model: str = ""  # second model: the opponent of win, the reference of preference
     score_judge: str = ""  # a reward model that decides win; empty: REWARD
-    score_delimiter: str = " "  # between context and answer, for choices and lambada
     score_file: str = ""  # file to write the scores to, as JSON; empty: none
     held_out: bool = False  # of SCORE_PATH, only the prompts that training holds out, by a hash
     reward: str = "exact"  # of an answer: exact, or file.py:function, see load_reward
@@ -2550,8 +2549,6 @@ READ_SETTINGS = {
     "generate": f"prompt layout system num_samples {SAMPLING}",
     "chat": f"system {SAMPLING}",
     "text": "score_path eval_stride",
-    "choices": "score_path layout score_delimiter",
-    "lambada": "score_path layout score_delimiter",
     "task": f"reward eval_samples {ASKING}",
     "preference": "score_path score_model",
     "win": f"reward score_model score_judge {ASKING}",
@@ -2567,15 +2564,12 @@ def check_modes(settings):
         kind = settings.score
         read |= {"score", "score_file"}
     read |= {*READ_SETTINGS[kind].split()}
-    if settings.layout == "chat":
-        read -= {"score_delimiter"}
     for setting in fields(settings):
         value = getattr(settings, setting.name)
         if setting.name not in read and value != setting.default:
             raise UserError(
                 f"{setting.name.upper()}={value!r}: not read with MODE={settings.mode} "
-                f"SCORE={settings.score} LAYOUT={settings.layout}; must be left at "
-                f"{setting.default!r}"
+                f"SCORE={settings.score}; must be left at {setting.default!r}"
             )
     if "score_path" in read and not settings.score_path:
         raise UserError(f"SCORE_PATH='': must be given for SCORE={kind}")
@@ -2799,20 +2793,19 @@ class Row:
 
 
 @torch.inference_mode()
-def token_scores(model, rows, one_document=True):
-    """Return for each Row the log-probabilities of its answer's n ids (n,), float64, and hits (n,).
+def answer_logps(model, rows, one_document=True):
+    """Return for each Row the log-probabilities of its answer's n ids, float64 (n,).
 
-    A hit is an id that was the likeliest one. one_document: see row_features.
+    one_document: see row_features.
     """
-    scores = [None] * len(rows)
+    logps = [None] * len(rows)
     inputs = [[*row.context, *row.answer[:-1]] for row in rows]
     for number, features in row_features(model, inputs, one_document):
         answer = torch.tensor(rows[number].answer, device=features.device)
         logits = model.network.logits(features[-len(answer) :])
-        logps = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
-        hits = logits.argmax(-1) == answer
-        scores[number] = logps.double().cpu(), hits.cpu()
-    return scores
+        chosen = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        logps[number] = chosen.double().cpu()
+    return logps
 
 
 @torch.inference_mode()
@@ -2833,40 +2826,21 @@ def rewards(model, conversations):
     return values
 
 
-def answer_rows(model, turns, answers, settings):
+def answer_rows(model, turns, answers):
     """Return a Row for each answer to the same turns. Raises RowError if an answer does not fit.
 
-    In layout chat an answer includes the token that ends it. In layout text context and answer are
-    encoded together, because a token may stand on both sides of the border: what follows the tokens
-    that all of them and the context alone begin with counts as the answer. A context that is too
-    long loses its beginning, but not its BOS.
+    An answer includes the token that ends it. A context that is too long loses its beginning, but
+    not its BOS.
     """
-    tokenizer = model.tokenizer
-    prompt = prompt_ids(tokenizer, turns, settings.layout)
-    if settings.layout == "chat":
-        texts = [[*prompt, *answer_ids(tokenizer, turns, answer)] for answer in answers]
-        border = len(prompt)
-    else:
-        context = "\n".join(text for _, text in turns)
-        begin = begin_ids(tokenizer)
-        texts = [[*begin, *tokenizer.encode(context + answer)] for answer in answers]
-        border = len(os.path.commonprefix([prompt, *texts]))
+    prompt = prompt_ids(model.tokenizer, turns, "chat")
     rows = []
-    for ids in texts:
-        if not border < len(ids) <= border + model.context:
-            raise RowError(f"answer empty or longer than the context of {model.context} tokens")
-        excess = max(0, len(ids) - 1 - model.context)
-        context = [ids[0], *ids[1 + excess : border]]
-        rows.append(Row(context, ids[border:], excess > 0))
+    for text in answers:
+        answer = answer_ids(model.tokenizer, turns, text)
+        if len(answer) > model.context:
+            raise RowError(f"answer longer than the context of {model.context} tokens")
+        excess = max(0, len(prompt) + len(answer) - 1 - model.context)
+        rows.append(Row([prompt[0], *prompt[1 + excess :]], answer, excess > 0))
     return rows
-
-
-def continuation_rows(model, context, answers, settings):
-    """Return `answer_rows` of texts that follow a context, in layout text after SCORE_DELIMITER."""
-    if settings.layout == "text" and context.strip():
-        context = context.rstrip()
-        answers = [settings.score_delimiter + answer for answer in answers]
-    return answer_rows(model, [("<|user|>", context)], answers, settings)
 
 
 def interval(values, share=True):
@@ -2904,40 +2878,6 @@ def filled_text(row, *names):
 def row_text(row):
     """Return the document in a row."""
     return "text", filled_text(row, "text")
-
-
-def row_options(row):
-    """Return groups of options, (context, continuations), and the number of the right option.
-
-    Fields: `query` or `ctx`, `choices` or `endings`, `gold` or `label`; or `context_options`,
-    `continuation`, `gold`; or `sentence_good`, `sentence_bad`.
-    """
-    if "sentence_good" in row:
-        texts = [filled_text(row, name) for name in ("sentence_good", "sentence_bad")]
-        return "sentences", ([("", texts)], 0)
-    name = next((name for name in ("context_options", "endings") if name in row), "choices")
-    if not isinstance(row.get(name), list) or len(row[name]) < 2:
-        raise RowError(f"field {name!r} is no list of two texts or more")
-    texts = [filled_text({name: text}, name) for text in row[name]]
-    gold = str(row.get("gold", row.get("label")))
-    if not gold.isdecimal() or int(gold) >= len(texts):
-        raise RowError("gold is not the number of a choice")
-    if name == "context_options":
-        groups = [(text, [filled_text(row, "continuation")]) for text in texts]
-    else:
-        groups = [(text_of(row, "query", "ctx"), texts)]
-    return name, (groups, int(gold))
-
-
-def row_last(row):
-    """Return a context and its answer, or a text without its last word and that word."""
-    if "context" in row:
-        context = filled_text(row, "context")
-        return "context", (context.rstrip(), filled_text(row, "continuation", "answer").strip())
-    context, _, word = filled_text(row, "text").rstrip().rpartition(" ")
-    if not context.strip():
-        raise RowError("text of one word")
-    return "text", (context.rstrip(), word.strip())
 
 
 def row_prompt(row):
@@ -3069,7 +3009,7 @@ def stream_nats(model, stream, stride):
         begin = max(0, end - model.context) if stride else first
         rows.append(Row(stream[begin : first + 1], stream[first + 1 : end + 1]))
         first = end
-    return -sum(logps.sum().item() for logps, _ in token_scores(model, rows, one_document=False))
+    return -sum(logps.sum().item() for logps in answer_logps(model, rows, one_document=False))
 
 
 def score_text(models, path, settings):
@@ -3106,64 +3046,6 @@ def score_text(models, path, settings):
     return result
 
 
-def top_share(values, gold):
-    """Return 1 if value `gold` is the largest, its share if others are as large, else 0."""
-    best = values == values.max()
-    return float(best[gold] / best.sum())
-
-
-def score_choices(models, path, settings):
-    """Return how often the right option has the highest log-probability.
-
-    It is summed, per token or per byte of the option. Options that tie share the point.
-    """
-
-    def parse(row):
-        name, (groups, gold) = row_options(row)
-        rows = []
-        texts = []
-        for context, answers in groups:
-            rows += continuation_rows(models.scored, context, answers, settings)
-            texts += answers
-        return name, (rows, texts, gold)
-
-    questions = read_rows(path, parse, models.log)
-    rows = sum((rows for rows, _, _ in questions), [])
-    scores = iter(token_scores(models.scored, rows))
-    points = collections.defaultdict(list)
-    for options, texts, gold in questions:
-        sums = np.array([next(scores)[0].sum().item() for _ in options])
-        points["accuracy"].append(top_share(sums, gold))
-        tokens = [len(option.answer) for option in options]
-        points["accuracy_per_token"].append(top_share(sums / tokens, gold))
-        sizes = [len(text.encode()) for text in texts]
-        points["accuracy_per_byte"].append(top_share(sums / sizes, gold))
-    result = {name: interval(values) for name, values in points.items()}
-    result["chance"] = statistics.fmean(1 / len(texts) for _, texts, _ in questions)
-    return {**result, "n": len(questions), "contexts_cut": sum(row.is_cut for row in rows)}
-
-
-def score_lambada(models, path, settings):
-    """Return how often greedy decoding gives the answer, and the perplexity of answers."""
-
-    def parse(row):
-        name, (context, answer) = row_last(row)
-        return name, *continuation_rows(models.scored, context, [answer], settings)
-
-    rows = read_rows(path, parse, models.log)
-    scores = token_scores(models.scored, rows)
-    nats = [-logps.sum().item() for logps, _ in scores]
-    tokens = sum(len(row.answer) for row in rows)
-    return {
-        "accuracy": interval([float(hits.all()) for _, hits in scores]),
-        "n": len(rows),
-        "contexts_cut": sum(row.is_cut for row in rows),
-        "tokens": tokens,
-        "perplexity": math.exp(min(709, statistics.fmean(nats))),  # more is no float
-        "nats_per_token": sum(nats) / tokens,
-    }
-
-
 def count_right(reward, answers, count):
     """Return how many of the `count` answers to each question have a reward of 1 or more."""
     rewards = reward(
@@ -3192,15 +3074,15 @@ def score_task(models, path, settings):
     return {**result, "n": len(questions), "samples": n}
 
 
-def pair_margins(model, pairs, settings):
+def pair_margins(model, pairs):
     """Return the log-probability of the chosen answer less that of the rejected one, for each pair.
 
     These are summed and per token, float64 (n, 2). Returned with them is how many contexts were cut.
     """
     rows = []
     for turns, *answers in pairs:
-        rows += answer_rows(model, turns, answers, settings)
-    values = [[logps.sum().item(), logps.mean().item()] for logps, _ in token_scores(model, rows)]
+        rows += answer_rows(model, turns, answers)
+    values = [[logps.sum().item(), logps.mean().item()] for logps in answer_logps(model, rows)]
     values = np.array(values)
     return values[::2] - values[1::2], sum(row.is_cut for row in rows)
 
@@ -3225,13 +3107,13 @@ def score_preference(models, path, settings):
     def parse(row):
         name, (turns, *answers) = row_pair(row)
         for model in both:
-            answer_rows(model, turns, answers, settings)  # or RowError
+            answer_rows(model, turns, answers)  # or RowError
         return name, (turns, *answers)
 
     pairs = read_rows(path, parse, models.log)
-    margins, contexts_cut = pair_margins(models.scored, pairs, settings)
+    margins, contexts_cut = pair_margins(models.scored, pairs)
     if models.other:
-        reference, count = pair_margins(models.other, pairs, settings)
+        reference, count = pair_margins(models.other, pairs)
         margins -= reference
         contexts_cut += count
     columns = dict(zip(("", "_per_token"), margins.T, strict=True))
@@ -3312,8 +3194,6 @@ def score_quality(models, path, settings):
 
 MEASURES = {
     "text": score_text,
-    "choices": score_choices,
-    "lambada": score_lambada,
     "task": score_task,
     "preference": score_preference,
     "win": score_win,
