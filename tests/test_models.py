@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_weights import save
 
 import quantize as Q
 import sample
+import train_gpt as T
 import train_sft as S
 from conftest import ROOT, environment, start
 
@@ -195,6 +197,26 @@ def test_export_gives_every_tensor_back(transformers, imported, tmp_path, name):
     assert [getattr(again.config, key) for key in ids] == [
         getattr(model.config, key) for key in ids
     ]
+
+
+@pytest.mark.parametrize("preset", ["llama", "qwen2", "qwen3", "qwen3_5"])
+def test_presets_are_models_of_transformers(transformers, imported, tmp_path, preset):
+    """A network that train_gpt.py makes is exported, loads as the preset's class, and has its logits."""
+    environ = dict(ARCH_MODE=preset, MODEL_DIM="64", NUM_HEADS="4", NUM_LAYERS="4")
+    settings = T.load_settings(T.Settings, environ, presets={"ARCH_MODE": T.ARCH_PRESETS})
+    torch.manual_seed(0)
+    network = T.GPT(T.model_config(settings, VOCAB, 1))
+    for param in network.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    imported.run("export", save(tmp_path / "run", 1, network).parent, tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    family = {"llama": "Llama", "qwen3_5": "Qwen3_5"}.get(preset, preset.title())
+    assert type(model).__name__ == f"{family}ForCausalLM"
+    ids = texts()
+    expected = model(ids).logits
+    assert expected.std() > 0.3 and (network(ids) - expected).abs().max() < 1e-4
+    if preset == "qwen3_5":
+        assert network.config.layers == "g g g a" and model.model.layers[3].self_attn.q_proj
 
 
 def test_a_folder_of_several_files_with_images(imported, tmp_path):
