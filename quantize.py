@@ -2496,9 +2496,13 @@ def chosen_weights(folder):
 
 
 def merge_adapters(tensors):
-    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added."""
+    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added.
+
+    All are float32: those that were frozen beside adapters may be bfloat16.
+    """
     merged = {}
     for name, w in tensors.items():
+        w = w.float()
         module, adapted, last = name.partition(".parametrizations.")
         if not adapted:
             merged[name] = w

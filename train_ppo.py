@@ -1728,7 +1728,9 @@ class Lora(nn.Module):
         self.register_buffer("scale", weight.new_tensor(alpha / rank))
 
     def forward(self, weight):
-        return torch.addmm(weight, self.scale * self.lora_b, self.lora_a)
+        """Return the sum, made in the adapter's dtype, in that of the weight, which may be frozen."""
+        total = torch.addmm(weight.to(self.lora_a), self.scale * self.lora_b, self.lora_a)
+        return total.to(weight)
 
 
 def setup_lora_adapter(model, rank=8, alpha=16.0):
@@ -1755,12 +1757,17 @@ def setup_lora_adapter(model, rank=8, alpha=16.0):
 
 @torch.no_grad()
 def merge_lora(model):
-    """Add the adapters to the weights, as QAT and export need it, and return the plain model."""
+    """Add the adapters to the weights, as QAT and export need it, and return the plain model.
+
+    All weights are float32 afterwards, those that were frozen in bfloat16 too, and so are the sums.
+    """
+    for param in model.parameters():
+        param.data = widened(param.data)
     for module in list(model.modules()):
         if not parametrize.is_parametrized(module):
             continue
         weights = {name: part.original for name, part in module.parametrizations.items()}
-        merged = {name: getattr(module, name).clone() for name in weights}
+        merged = {name: getattr(module, name) for name in weights}
         # torch's own removal changes the class, which copies of the module share.
         module.__class__ = type(module).__base__
         del module.parametrizations
@@ -2706,7 +2713,8 @@ def load_model(name, path):
             )
         meta = json.loads((file / "meta.json").read_bytes())
         shape = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
+        # The file's own pages are the weights: they are read once, and copied where they change.
+        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
         sha256 = sha256_file(beside[0]) if beside else None
     else:
@@ -2730,19 +2738,23 @@ def load_model(name, path):
             f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
-    network = GPT(GPTConfig(**{field: shape[field] for field in known}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
-    if ranks:
-        setup_lora_adapter(network, ranks[0])
-    if "w_value" in tensors:
-        add_value_head(network)
-    network.load_state_dict(tensors)
+    with torch.device("meta"):  # takes no memory: the tensors become the weights
+        network = GPT(GPTConfig(**{field: shape[field] for field in known}))
+        if ranks:
+            setup_lora_adapter(network, ranks[0])
+        if "w_value" in tensors:
+            add_value_head(network)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
     return network, tokenizer, str(file)
 
 
 def add_value_head(network):
     """Give the network `w_value` (dim,), zeros. Times the features it is a reward or a value."""
-    network.w_value = nn.Parameter(torch.zeros_like(network.embed[0]))
+    network.w_value = nn.Parameter(torch.zeros_like(widened(network.embed[0])))
 
 
 # === end: weights ===
@@ -3532,12 +3544,25 @@ def load_start(settings, runtime):
 
 
 def adapt(network, settings):
-    """With LORA_RANK, put adapters on the network, and train these alone."""
+    """With LORA_RANK, put adapters on the network, and train these alone.
+
+    On CUDA the network computes in bfloat16, so its frozen weights are kept in it.
+    """
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        for name, param in network.named_parameters():
-            param.requires_grad_(".lora_" in name)
+        freeze(network, torch.bfloat16 if network.embed.is_cuda else None)
+
+
+def freeze(network, dtype):
+    """Train adapters alone, and keep the other matrices and embeddings in a dtype, if one is given.
+
+    Controls stay as they are: they are few, and some pass through exp and softplus.
+    """
+    for name, param in network.named_parameters():
+        param.requires_grad_(".lora_" in name)
+        if dtype and not param.requires_grad and tensor_class(name, param) != "control":
+            param.data = param.data.to(dtype)
 
 
 def policy_optimizers(network, settings, runtime):
@@ -4059,7 +4084,7 @@ def load_judge(settings, tokenizer, runtime):
             f"{prefix} has tokenizer {own_tokenizer.file}, the policy {tokenizer.file}; must be "
             "the same"
         )
-    return network.to(runtime.device)
+    return merge_lora(network).to(runtime.device)
 
 
 @torch.no_grad()
