@@ -1906,12 +1906,12 @@ def merge_lora(model):
         if not parametrize.is_parametrized(module):
             continue
         weights = {name: part.original for name, part in module.parametrizations.items()}
-        merged = {name: getattr(module, name) for name in weights}
+        for name, weight in weights.items():
+            weight.copy_(getattr(module, name))
         # torch's own removal changes the class, which copies of the module share.
         module.__class__ = type(module).__base__
         del module.parametrizations
         for name, weight in weights.items():
-            weight.copy_(merged[name])
             setattr(module, name, weight)
     return model
 
@@ -3450,17 +3450,19 @@ def row_features(network, ids):
 def token_logps(network, batch, temperature):
     """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
 
-    Both are 0 where batch.mask is false. Logits are made for 4,096 tokens at a time and made again
+    Both are 0 where batch.mask is false. Logits are made for some tokens at a time and made again
     in the backward pass: all of them, (B, T, vocabulary), would take more memory than the network.
     """
+    # Several tensors of these logits live at a time, of up to 1 GiB in float32.
+    count = min(4096, 2**28 // network.config.vocab_size)
 
     def chunk_logps(features, targets):
         logps = (network.logits(features) / temperature).log_softmax(-1)  # (tokens, vocabulary)
         entropies = torch.special.entr(logps.detach().exp()).sum(-1)
         return logps.gather(1, targets[:, None])[:, 0], entropies
 
-    features = row_features(network, batch.ids)[batch.mask].split(4096)  # (tokens, dim) each
-    targets = batch.targets[batch.mask].split(4096)
+    features = row_features(network, batch.ids)[batch.mask].split(count)  # (tokens, dim) each
+    targets = batch.targets[batch.mask].split(count)
     chunks = [
         checkpoint(chunk_logps, *chunk, use_reentrant=False)
         for chunk in zip(features, targets, strict=True)
@@ -3526,13 +3528,13 @@ def adapt(network, settings):
 
 
 def freeze(network, dtype):
-    """Train adapters alone, and keep the other matrices and embeddings in a dtype, if one is given.
+    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given.
 
-    Controls stay as they are: they are few, and some pass through exp and softplus.
+    Vectors are small, and some pass through exp and softplus.
     """
     for name, param in network.named_parameters():
         param.requires_grad_(".lora_" in name)
-        if dtype and not param.requires_grad and tensor_class(name, param) != "control":
+        if dtype and not param.requires_grad and param.ndim > 1:
             param.data = param.data.to(dtype)
 
 

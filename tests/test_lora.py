@@ -327,9 +327,9 @@ def step(w: torch.Tensor) -> float:
 
 # ------------------------------------------------------------------------------------------- frozen weights in bfloat16
 def frozen_dtypes(net):
-    """Return (dtype, is trained, class) of each parameter, by name."""
+    """Return (dtype, is trained, number of dimensions) of each parameter, by name."""
     return {
-        name: (param.dtype, param.requires_grad, T.tensor_class(name, param))
+        name: (param.dtype, param.requires_grad, param.ndim)
         for name, param in net.named_parameters()
     }
 
@@ -341,9 +341,9 @@ def test_frozen_weights_in_bfloat16_train_merge_and_pack(tied):
     train_sft.setup_lora_adapter(net, 4, 8.0)
     before = {name: w.clone() for name, w in net.state_dict().items()}
     train_sft.freeze(net, torch.bfloat16)
-    for name, (dtype, is_trained, kind) in frozen_dtypes(net).items():
+    for name, (dtype, is_trained, param_ndim) in frozen_dtypes(net).items():
         is_adapter = name.endswith(("lora_a", "lora_b"))
-        is_half = kind != "control" and not is_adapter
+        is_half = param_ndim > 1 and not is_adapter
         assert (dtype, is_trained) == (torch.bfloat16 if is_half else torch.float32, is_adapter)
     state = net.state_dict()
     assert all(torch.equal(w, before[name].to(w.dtype)) for name, w in state.items())

@@ -1,4 +1,4 @@
-"""tools/experiments/memory.py: bytes counted by hand, what it prints."""
+"""tools/experiments/critic.py: bytes counted by hand, what it prints."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 import train_gpt as T
 from conftest import environment, load_tool, start
 
-memory = load_tool("experiments/memory")
+critic = load_tool("experiments/critic")
 
 # One attention layer: an embedding of 32 x 64; matrices of 128 x 64 (queries, keys, values), 64 x
 # 64, 128 x 64 and 64 x 128; a gain for each of two heads. The layout of ARCH_MODE=llama has no other weights.
@@ -39,7 +39,7 @@ HEAD = 8 * 64 + 4  # state of a value head
 @pytest.mark.parametrize("optimizer", STATE)
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_by_hand(optimizer, tied):
-    rows = memory.measure(T.Settings(**TINY, tie_embeddings=tied), [optimizer], rank=2)
+    rows = critic.measure(T.Settings(**TINY, tie_embeddings=tied), [optimizer], rank=2)
     untied = 0 if tied else EMBEDDING  # the policy's output head; a critic has none
     policy = 4 * (POLICY + untied)
     state = STATE[optimizer] + (8 * EMBEDDING + 4 if untied else 0)
@@ -59,7 +59,7 @@ def test_bytes_by_hand(optimizer, tied):
         "LoRA GRPO or GSPO, reference": [*lora, 4 * ADAPTER],
         "LoRA GRPO or GSPO": [*lora, 0],
     }
-    assert {row["method"]: [row[part] for part in memory.PARTS] for row in rows} == expected
+    assert {row["method"]: [row[part] for part in critic.PARTS] for row in rows} == expected
     for row in rows:
         assert row["total"] == sum(expected[row["method"]])
         ppo = "LoRA PPO, reference" if "LoRA" in row["method"] else "PPO, reference"
@@ -70,7 +70,7 @@ def test_the_command(tmp_path):
     lines = [f"{name.upper()}={value}\n" for name, value in TINY.items()]
     (tmp_path / "tiny.env").write_text("".join(lines))
     words = f"--optimizers adamw --config {tmp_path}/tiny.env --out {tmp_path}/out.json --set"
-    done = start([memory.__file__, *words.split(), "VOCAB_SIZE=64"], environment())
+    done = start([critic.__file__, *words.split(), "VOCAB_SIZE=64"], environment())
     policy = POLICY + 32 * 64
     said = f"{policy:,} parameters, 64 tokens, float32 everywhere, LoRA rank 8\n"
     assert done.stdout.startswith(said), done.stderr
