@@ -3551,7 +3551,9 @@ def fitting_tokens(network, device):
     free = 1 << 30
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.layers)))
+    # By tools/experiments/memory.py a token takes 75 to 107 bytes per channel and layer of Llama and
+    # Qwen3, and 247 of Qwen3.5, whose Gated DeltaNet is wider.
+    return max(4096, free // 2 // (250 * network.config.model_dim * len(network.layers)))
 
 
 # === end: start ===

@@ -43,11 +43,11 @@ def test_bytes_by_hand(optimizer, tied):
     untied = 0 if tied else EMBEDDING  # the policy's output head; a critic has none
     policy = 4 * (POLICY + untied)
     state = STATE[optimizer] + (8 * EMBEDDING + 4 if untied else 0)
-    critic = 4 * (POLICY + 64)
-    ppo = [policy + critic, policy + critic, state + STATE[optimizer] + HEAD]
+    value_network = 4 * (POLICY + 64)
+    ppo = [policy + value_network, policy + value_network, state + STATE[optimizer] + HEAD]
     adapters = 8 * ADAPTER + 4 * 8
     lora = [policy + 4 * ADAPTER + SCALES, 4 * ADAPTER, adapters]
-    lora_critic = [critic + 4 * ADAPTER + SCALES, 4 * (ADAPTER + 64), adapters + HEAD]
+    lora_critic = [value_network + 4 * ADAPTER + SCALES, 4 * (ADAPTER + 64), adapters + HEAD]
     lora_ppo = [one + two for one, two in zip(lora, lora_critic, strict=True)]
     expected = {
         "PPO, reference": [*ppo, policy],

@@ -22,7 +22,7 @@ import sys
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -40,7 +40,6 @@ aten = torch.ops.aten
 GIB = 2**30
 
 # The shapes are those of the models' config.json, as public repositories repeat them.
-QWEN2 = dict(rms_norm_eps=1e-6, max_position_embeddings=131072, vocab_size=151936)
 MODELS = {
     "Qwen3.5-0.8B": dict(
         architectures=["Qwen3_5ForCausalLM"],
@@ -99,8 +98,9 @@ MODELS = {
         tie_word_embeddings=True,
     ),
 }
+# Rows of up to 1,024 and of 768 tokens.
 WINDOW = "TRAIN_SEQ_LEN=1024 MICRO_BATCH_TOKENS=4096"
-ANSWERS = "MAX_NEW_TOKENS=512 MICRO_BATCH_TOKENS=4096 PROMPTS_PER_STEP=16 GROUP_SIZE=8"
+ANSWERS = "MAX_NEW_TOKENS=512 MICRO_BATCH_TOKENS=4608 PROMPTS_PER_STEP=32 GROUP_SIZE=8"
 PLAIN = "EMA=0 SWA=0 QAT=0"
 PLANS = [  # a script and its settings
     ("train_sft", WINDOW),
@@ -217,6 +217,17 @@ def full_batch(rows: int, length: int) -> Batch:
     return Batch(ids, ids.clone(), torch.ones(rows, length, dtype=torch.bool))
 
 
+def make_network(script: ModuleType, config, settings, dtype) -> nn.Module:
+    """Return a network as a script trains it, its adapters if any, with activations in a dtype."""
+    network = script.GPT(config)
+    network.dtype = dtype
+    network.activation_checkpointing = settings.activation_checkpointing
+    script.adapt(network, settings)
+    if settings.lora_rank:
+        script.freeze(network, dtype)
+    return network
+
+
 def row_length(settings, prompt: int) -> int:
     """Return the tokens of a row of a training batch."""
     if hasattr(settings, "max_new_tokens"):
@@ -241,7 +252,8 @@ def train(script: ModuleType, network: nn.Module, optimizers, settings, length: 
 def sample(script: ModuleType, network: nn.Module, settings, prompt: int) -> None:
     """Read the prompts of a step, and draw the last token of their answers."""
     decoder = script.Decoder(network, [[0] * prompt] * settings.prompts_per_step)
-    rows = [row // settings.group_size for row in range(settings.prompts_per_step * settings.group_size)]
+    count = settings.prompts_per_step * settings.group_size
+    rows = [row // settings.group_size for row in range(count)]
     decoder.take(rows)
     for _ in range(math.ceil(settings.max_new_tokens / script.ROOM) - 1):
         decoder.grow()
@@ -259,7 +271,9 @@ def extra_bytes(live: LiveBytes, parts: dict[str, int], name: str):
     parts[name] = live.peak - held
 
 
-def count(script: ModuleType, config, settings, prompt: int, dtype=torch.bfloat16) -> dict[str, int]:
+def count(
+    script: ModuleType, config, settings, prompt: int, dtype=torch.bfloat16
+) -> dict[str, int]:
     """Return the bytes of each of PARTS for a script's training of a network of a config.
 
     `step` and `sampling` are what forward, backward and update, and what generation need beside
@@ -267,12 +281,7 @@ def count(script: ModuleType, config, settings, prompt: int, dtype=torch.bfloat1
     """
     parts = dict.fromkeys(PARTS, 0)
     with LiveBytes() as live:
-        network = script.GPT(config)
-        network.dtype = dtype
-        network.activation_checkpointing = settings.activation_checkpointing
-        script.adapt(network, settings)
-        if settings.lora_rank:
-            script.freeze(network, dtype)
+        network = make_network(script, config, settings, dtype)
         alone = script.Runtime(0, 1, torch.device("cpu"), False)
         optimizers = script.policy_optimizers(network, settings, alone)
         length = row_length(settings, prompt)
@@ -297,3 +306,77 @@ def total(parts: dict[str, int]) -> int:
     """Return the most bytes at a time: a step and sampling do not happen at once."""
     held = sum(parts[name] for name in PARTS[:5])
     return held + max(parts["step"], parts["sampling"])
+
+
+# ---------------------------------------------------------------------------------------- tables
+def network_config(script: ModuleType, published: dict):
+    """Return the config of the network that quantize.py makes of a model's config.json."""
+    return script.GPTConfig(**load_script(ROOT / "quantize.py").hf_shape(published))
+
+
+def read_settings(script: ModuleType, text: str):
+    """Return the settings of a script for NAME=VALUE words. Raises SystemExit."""
+    try:
+        return script.load_settings(script.Settings, dict(map(parse_set, text.split())))
+    except script.UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def count_plan(model: str, name: str, text: str, prompt: int) -> dict[str, int]:
+    """Return the bytes of a published model's training by a script, by part. Raises SystemExit."""
+    script = load_script(ROOT / f"{name}.py")
+    settings = read_settings(script, text)
+    config = network_config(script, MODELS[model])
+    with FakeTensorMode(), as_on_cuda(script):
+        return count(script, config, settings, prompt)
+
+
+def totals_table(plans: list, prompt: int) -> str:
+    """Return the totals of all models in GiB: as they are, and with activation checkpointing."""
+    rows = [["script", "settings", *MODELS]]
+    for name, text in plans:
+        cells = []
+        for model in MODELS:
+            sizes = []
+            for recompute in "01":
+                given = f"{text} ACTIVATION_CHECKPOINTING={recompute}"
+                sizes.append(f"{total(count_plan(model, name, given, prompt)) / GIB:.1f}")
+            cells.append(", ".join(sizes))
+        rows.append([name, text, *cells])
+    return markdown_table(rows)
+
+
+def parts_table(model: str, plans: list, prompt: int) -> str:
+    """Return the parts of one model's totals in GiB."""
+    rows = [["script", "settings", *PARTS, "total"]]
+    for name, text in plans:
+        for recompute in "01":
+            given = f"{text} ACTIVATION_CHECKPOINTING={recompute}"
+            parts = count_plan(model, name, given, prompt)
+            sizes = [*parts.values(), total(parts)]
+            rows.append([name, given, *(f"{size / GIB:.2f}" for size in sizes)])
+    return markdown_table(rows)
+
+
+def main() -> int:
+    """Run the command line described at the top of this file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, help="show the parts of one model's totals")
+    parser.add_argument("--script", choices=sorted({name for name, _ in PLANS}))
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="its settings")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt (256)")
+    args = parser.parse_args()
+    plans = PLANS
+    if args.script:
+        plans = [(args.script, " ".join(args.set))]
+    if args.model:
+        print(parts_table(args.model, plans, args.prompt))
+    else:
+        print(totals_table(plans, args.prompt))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
