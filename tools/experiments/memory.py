@@ -207,6 +207,7 @@ class Batch:
     """Rows of token_logps, of which every token is a target."""
 
     ids: Tensor
+    doc: Tensor
     targets: Tensor
     mask: Tensor
 
@@ -214,7 +215,7 @@ class Batch:
 def full_batch(rows: int, length: int) -> Batch:
     """Return `rows` rows of `length` tokens."""
     ids = torch.zeros(rows, length, dtype=torch.long)
-    return Batch(ids, ids.clone(), torch.ones(rows, length, dtype=torch.bool))
+    return Batch(ids, ids.clone(), ids.clone(), torch.ones(rows, length, dtype=torch.bool))
 
 
 def make_network(script: ModuleType, config, settings, dtype) -> nn.Module:
