@@ -2002,7 +2002,7 @@ def read_streams(data, max_weights):
     return header, arrays
 
 
-def read_artifact(path, max_weights=1 << 30):
+def read_artifact(path, max_weights=1 << 32):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
@@ -2495,9 +2495,13 @@ def chosen_weights(folder):
 
 
 def merge_adapters(tensors):
-    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added."""
+    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added.
+
+    All are float32: those that were frozen beside adapters may be bfloat16.
+    """
     merged = {}
     for name, w in tensors.items():
+        w = w.float()
         module, adapted, last = name.partition(".parametrizations.")
         if not adapted:
             merged[name] = w

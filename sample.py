@@ -1984,7 +1984,9 @@ class Lora(nn.Module):
         self.register_buffer("scale", weight.new_tensor(alpha / rank))
 
     def forward(self, weight):
-        return torch.addmm(weight, self.scale * self.lora_b, self.lora_a)
+        """Return the sum, made in the adapter's dtype, in that of the weight, which may be frozen."""
+        total = torch.addmm(weight.to(self.lora_a), self.scale * self.lora_b, self.lora_a)
+        return total.to(weight)
 
 
 def setup_lora_adapter(model, rank=8, alpha=16.0):
@@ -2011,17 +2013,22 @@ def setup_lora_adapter(model, rank=8, alpha=16.0):
 
 @torch.no_grad()
 def merge_lora(model):
-    """Add the adapters to the weights, as QAT and export need it, and return the plain model."""
+    """Add the adapters to the weights, as QAT and export need it, and return the plain model.
+
+    All weights are float32 afterwards, those that were frozen in bfloat16 too, and so are the sums.
+    """
+    for param in model.parameters():
+        param.data = widened(param.data)
     for module in list(model.modules()):
         if not parametrize.is_parametrized(module):
             continue
         weights = {name: part.original for name, part in module.parametrizations.items()}
-        merged = {name: getattr(module, name).clone() for name in weights}
+        for name, weight in weights.items():
+            weight.copy_(getattr(module, name))
         # torch's own removal changes the class, which copies of the module share.
         module.__class__ = type(module).__base__
         del module.parametrizations
         for name, weight in weights.items():
-            weight.copy_(merged[name])
             setattr(module, name, weight)
     return model
 
@@ -2162,7 +2169,7 @@ def read_streams(data, max_weights):
     return header, arrays
 
 
-def read_artifact(path, max_weights=1 << 30):
+def read_artifact(path, max_weights=1 << 32):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
@@ -2239,7 +2246,8 @@ def load_model(name, path):
             )
         meta = json.loads((file / "meta.json").read_bytes())
         shape = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
+        # The file's own pages are the weights: they are read once, and copied where they change.
+        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
         sha256 = sha256_file(beside[0]) if beside else None
     else:
@@ -2265,19 +2273,23 @@ def load_model(name, path):
             f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
-    network = GPT(GPTConfig(**{field: shape[field] for field in known}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
-    if ranks:
-        setup_lora_adapter(network, ranks[0])
-    if "w_value" in tensors:
-        add_value_head(network)
-    network.load_state_dict(tensors)
+    with torch.device("meta"):  # takes no memory: the tensors become the weights
+        network = GPT(GPTConfig(**{field: shape[field] for field in known}))
+        if ranks:
+            setup_lora_adapter(network, ranks[0])
+        if "w_value" in tensors:
+            add_value_head(network)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
     return network, tokenizer, str(file)
 
 
 def add_value_head(network):
     """Give the network `w_value` (dim,), zeros. Times the features it is a reward or a value."""
-    network.w_value = nn.Parameter(torch.zeros_like(network.embed[0]))
+    network.w_value = nn.Parameter(torch.zeros_like(widened(network.embed[0])))
 
 
 # === end: weights ===

@@ -1811,7 +1811,9 @@ class Lora(nn.Module):
         self.register_buffer("scale", weight.new_tensor(alpha / rank))
 
     def forward(self, weight):
-        return torch.addmm(weight, self.scale * self.lora_b, self.lora_a)
+        """Return the sum, made in the adapter's dtype, in that of the weight, which may be frozen."""
+        total = torch.addmm(weight.to(self.lora_a), self.scale * self.lora_b, self.lora_a)
+        return total.to(weight)
 
 
 def setup_lora_adapter(model, rank=8, alpha=16.0):
@@ -1838,17 +1840,22 @@ def setup_lora_adapter(model, rank=8, alpha=16.0):
 
 @torch.no_grad()
 def merge_lora(model):
-    """Add the adapters to the weights, as QAT and export need it, and return the plain model."""
+    """Add the adapters to the weights, as QAT and export need it, and return the plain model.
+
+    All weights are float32 afterwards, those that were frozen in bfloat16 too, and so are the sums.
+    """
+    for param in model.parameters():
+        param.data = widened(param.data)
     for module in list(model.modules()):
         if not parametrize.is_parametrized(module):
             continue
         weights = {name: part.original for name, part in module.parametrizations.items()}
-        merged = {name: getattr(module, name).clone() for name in weights}
+        for name, weight in weights.items():
+            weight.copy_(getattr(module, name))
         # torch's own removal changes the class, which copies of the module share.
         module.__class__ = type(module).__base__
         del module.parametrizations
         for name, weight in weights.items():
-            weight.copy_(merged[name])
             setattr(module, name, weight)
     return model
 
@@ -2597,7 +2604,7 @@ def read_streams(data, max_weights):
     return header, arrays
 
 
-def read_artifact(path, max_weights=1 << 30):
+def read_artifact(path, max_weights=1 << 32):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
@@ -2792,7 +2799,8 @@ def load_model(name, path):
             )
         meta = json.loads((file / "meta.json").read_bytes())
         shape = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
+        # The file's own pages are the weights: they are read once, and copied where they change.
+        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
         sha256 = sha256_file(beside[0]) if beside else None
     else:
@@ -2818,19 +2826,23 @@ def load_model(name, path):
             f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
-    network = GPT(GPTConfig(**{field: shape[field] for field in known}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
-    if ranks:
-        setup_lora_adapter(network, ranks[0])
-    if "w_value" in tensors:
-        add_value_head(network)
-    network.load_state_dict(tensors)
+    with torch.device("meta"):  # takes no memory: the tensors become the weights
+        network = GPT(GPTConfig(**{field: shape[field] for field in known}))
+        if ranks:
+            setup_lora_adapter(network, ranks[0])
+        if "w_value" in tensors:
+            add_value_head(network)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
     return network, tokenizer, str(file)
 
 
 def add_value_head(network):
     """Give the network `w_value` (dim,), zeros. Times the features it is a reward or a value."""
-    network.w_value = nn.Parameter(torch.zeros_like(network.embed[0]))
+    network.w_value = nn.Parameter(torch.zeros_like(widened(network.embed[0])))
 
 
 # === end: weights ===
@@ -3559,17 +3571,19 @@ def row_features(network, batch):
 def token_logps(network, batch, temperature):
     """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
 
-    Both are 0 where batch.mask is false. Logits are made for 4,096 tokens at a time and made again
+    Both are 0 where batch.mask is false. Logits are made for some tokens at a time and made again
     in the backward pass: all of them, (B, T, vocabulary), would take more memory than the network.
     """
+    # Several tensors of these logits live at a time, of up to 1 GiB in float32.
+    count = min(4096, 2**28 // network.config.vocab_size)
 
     def chunk_logps(features, targets):
         logps = (network.logits(features) / temperature).log_softmax(-1)  # (tokens, vocabulary)
         entropies = torch.special.entr(logps.detach().exp()).sum(-1)
         return logps.gather(1, targets[:, None])[:, 0], entropies
 
-    features = row_features(network, batch)[batch.mask].split(4096)  # (tokens, dim) each
-    targets = batch.targets[batch.mask].split(4096)
+    features = row_features(network, batch)[batch.mask].split(count)  # (tokens, dim) each
+    targets = batch.targets[batch.mask].split(count)
     chunks = [
         checkpoint(chunk_logps, *chunk, use_reentrant=False)
         for chunk in zip(features, targets, strict=True)
@@ -3624,12 +3638,25 @@ def load_start(settings, runtime):
 
 
 def adapt(network, settings):
-    """With LORA_RANK, put adapters on the network, and train these alone."""
+    """With LORA_RANK, put adapters on the network, and train these alone.
+
+    On CUDA the network computes in bfloat16, so its frozen weights are kept in it.
+    """
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        for name, param in network.named_parameters():
-            param.requires_grad_(".lora_" in name)
+        freeze(network, torch.bfloat16 if network.embed.is_cuda else None)
+
+
+def freeze(network, dtype):
+    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given.
+
+    Vectors are small, and some pass through exp and softplus.
+    """
+    for name, param in network.named_parameters():
+        param.requires_grad_(".lora_" in name)
+        if dtype and not param.requires_grad and param.ndim > 1:
+            param.data = param.data.to(dtype)
 
 
 def policy_optimizers(network, settings, runtime):
@@ -3645,7 +3672,9 @@ def fitting_tokens(network, device):
     free = 1 << 30
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.layers)))
+    # By tools/experiments/memory.py a token takes 75 to 107 bytes per channel and layer of Llama and
+    # Qwen3, and 247 of Qwen3.5, whose Gated DeltaNet is wider.
+    return max(4096, free // 2 // (250 * network.config.model_dim * len(network.layers)))
 
 
 # === end: start ===
