@@ -2473,7 +2473,9 @@ def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, 
     products. stop: ids that end a sample. See `draw`.
     """
     samples = []
-    share = max(1, 4096 // count)  # prompts in a batch, whose memory their texts bound
+    # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
+    texts = min(4096, 2**28 // network.config.vocab_size)
+    share = max(1, texts // count)  # prompts in a batch
     for start in range(0, len(prompts), share):
         batch = slice(start, start + share)
         draws = [
