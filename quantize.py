@@ -460,8 +460,10 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
+    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode_marked: Callable = None
     roles: dict = None
+    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -1692,14 +1694,16 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
-    def context(self, ids):
+    def context(self, ids, doc):
         """Return doc, recent and positions for ids (B, T) at the beginning of texts.
 
         recent (B, CONV_TAPS-1 + T): the ids; in front stand the places that the convolution of the
-        first token reaches. doc, of the same shape: the number of each token's document.
-        positions (T,): 0, 1, 2 ...
+        first token reaches. doc, of the same shape: the number of each token's document; None: each
+        BOS begins one. positions (T,): 0, 1, 2 ...
         """
-        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        if doc is None:
+            doc = (ids == self.config.bos_id).cumsum(dim=1)
+        doc = F.pad(doc, (CONV_TAPS - 1, 0))
         recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.bos_id)
         return doc, recent, torch.arange(ids.size(1), device=ids.device)
 
@@ -1720,19 +1724,14 @@ class GPT(nn.Module):
             places.append(key % rows + (back - 1) * rows)
         return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 
-    def features(self, ids, cache=None, borders=None):
+    def features(self, ids, cache=None, borders=None, doc=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         With a cache, ids go on with the texts that it holds (see Decoder in section generation).
-        borders: see document_borders; without them attention masks by BOS.
+        borders: see document_borders; without them attention masks by `doc`, see context.
         """
         config = self.config
-        if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            raise UserError(
-                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
-                f"{config.train_seq_len}"
-            )
-        doc, recent, positions = (cache or self).context(ids)
+        doc, recent, positions = cache.context(ids) if cache else self.context(ids, doc)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
@@ -2004,7 +2003,7 @@ def read_streams(data, max_weights):
     return header, arrays
 
 
-def read_artifact(path, max_weights=1 << 30):
+def read_artifact(path, max_weights=1 << 32):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
@@ -2491,16 +2490,20 @@ def chosen_weights(folder):
     """Return which weights of a run were packed, by its result.json; `raw` without one."""
     for run in (folder, folder.parent):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            chosen = json.loads((run / "result.json").read_bytes())["weights"]
+            chosen = read_json(run / "result.json")["weights"]
             if chosen in AVERAGES:
                 return chosen
     return "raw"
 
 
 def merge_adapters(tensors):
-    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added."""
+    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added.
+
+    All are float32: those that were frozen beside adapters may be bfloat16.
+    """
     merged = {}
     for name, w in tensors.items():
+        w = w.float()
         module, adapted, last = name.partition(".parametrizations.")
         if not adapted:
             merged[name] = w
@@ -3143,10 +3146,8 @@ HF_GDN_SHAPE = (
 HF_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.|.*rotary_emb\.inv_freq$")
 # Files that `export --like` does not copy: weights in any format, their index, and our sums.
 HF_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|index\.json)|SHA256SUMS")
-# config.json of a network that transformers has no class for.
-REMOTE_CONFIG = {
-    "architectures": ["UnderparForCausalLM"],
-    "model_type": "underpar",
+# Where transformers finds classes that it does not have, in an export's own code.
+REMOTE_CLASSES = {
     "auto_map": {
         "AutoConfig": "modeling_underpar.UnderparConfig",
         "AutoModelForCausalLM": "modeling_underpar.UnderparForCausalLM",
@@ -3155,9 +3156,9 @@ REMOTE_CONFIG = {
 }
 # The lines of sample.py with its code: some sections, and the imports that they need.
 REMOTE_CODE = re.compile(
-    r"^(?:import|from) (?!resource|zstandard)[^\n]*\n+|"
-    r"^# === shared: (settings|tokenizer|encoding|text|kernels|model|generation) ===\n"
-    r".*?^# === end: \1 ===\n+",
+    rb"^(?:import|from) (?!resource|zstandard)[^\n]*\n+|"
+    rb"^# === shared: (settings|tokenizer|encoding|template|prompt|text|kernels|model|generation) ===\n"
+    rb".*?^# === end: \1 ===\n+",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -3366,10 +3367,8 @@ def hf_config(shape):
 def hf_tensors(folder):
     """Yield name, name in hf_views, and tensor of all of a folder's model. Raises UserError."""
     safetensors = load_safetensors()
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    index = read_json(folder / "model.safetensors.index.json")
+    names = sorted(set(index.get("weight_map", {"": "model.safetensors"}).values()))
     for path in (folder / name for name in names):
         if not path.is_file():
             raise UserError(f"{path}: no such file; the weights must be in safetensors files")
@@ -3406,6 +3405,8 @@ def read_hf_tensors(folder, network):
 
 # GPT-2's split of a text into parts within which bytes are merged; "ByteLevel" alone means it.
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The same where each digit is split off first, as SmolLM2 has it: a digit ends a run of spaces.
+DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
 
 
 def byte_of_letters():
@@ -3427,16 +3428,19 @@ def hf_split(tokenizer):
     kinds = [step.get("type") for step in steps]
     last = steps[-1]
     is_plain = kinds[-1] == "ByteLevel" and not last.get("add_prefix_space")
-    if kinds == ["ByteLevel"] and is_plain and last.get("use_regex", True):
-        return GPT2_SPLIT
     first = steps[0]
+    if is_plain and last.get("use_regex", True):
+        if kinds == ["ByteLevel"]:
+            return GPT2_SPLIT
+        if kinds == ["Digits", "ByteLevel"] and first["individual_digits"]:
+            return DIGITS_SPLIT
     is_isolated = first.get("behavior") == "Isolated" and not first.get("invert")
     if kinds == ["Split", "ByteLevel"] and is_plain and is_isolated and not last["use_regex"]:
         if "Regex" in first["pattern"]:
             return first["pattern"]["Regex"]
     raise UserError(
         f"tokenizer.json: pre_tokenizer {' '.join(map(str, kinds))}: must be ByteLevel without a "
-        "prefix space, or an isolated Split by Regex before it"
+        "prefix space, or an isolated Split by Regex or individual Digits before it"
     )
 
 
@@ -3446,8 +3450,9 @@ def hf_tokenizer(folder):
     Byte-level BPE alone. tiktoken merges the pair of the lowest rank first, so ids must be in the
     order of merges, and takes a whole part of a text if it is a piece. So pieces that no merge
     reaches are left out, unless the tokenizer does the same (ignore_merges): then their merges must
-    be all that tiktoken would do. Added tokens are no text: they stay out. BOS is the tokenizer's,
-    or <|endoftext|>. Raises UserError for what would not be reproduced.
+    be all that tiktoken would do. Added tokens are apart from these; those that are not special, as
+    <think>, are shown as text. BOS is the tokenizer's, or <|endoftext|>. Raises UserError for what
+    would not be reproduced.
     """
     tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
     model = tokenizer["model"]
@@ -3457,6 +3462,12 @@ def hf_tokenizer(folder):
     if normalizer["type"] not in (None, "NFC"):
         raise UserError(f"tokenizer.json: normalizer {normalizer['type']}: must be NFC or none")
     added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    shown = {}
+    for token in tokenizer["added_tokens"]:
+        if token["lstrip"] or token["rstrip"] or token["single_word"]:
+            raise UserError(f"tokenizer.json: added token {token['content']!r}: must strip nothing")
+        if not token["special"]:
+            shown[token["content"]] = token["id"]
     ids = {piece: i for piece, i in model["vocab"].items() if piece not in added}
     merges = {}
     for place, merge in enumerate(model["merges"]):
@@ -3464,20 +3475,29 @@ def hf_tokenizer(folder):
     order = [ids["".join(pair)] for pair in merges]
     if order != sorted(order):
         raise UserError("tokenizer.json: merges: must be in the order of the ids that they make")
-    facts = {
-        "bos_id": hf_bos_id(folder, added),
+    facts = hf_chat(folder, added)
+    lines = rank_lines(ids, merges, model.get("ignore_merges"))
+    lines += [rank_line(text.encode(), i) for text, i in shown.items()]
+    facts |= {
         "vocab_size": 1 + max([*ids.values(), *added.values()]),
         "split": hf_split(tokenizer),
         "nfc": normalizer["type"] == "NFC",
-        "ranks": rank_lines(ids, merges, model.get("ignore_merges")),
+        "added": added,
+        "ranks": "\n".join(lines),
+        "begins_with_bos": facts["bos"] in json.dumps(tokenizer.get("post_processor")),
     }
     tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
     probe_split(tokenizer, facts["split"])
     return tokenizer
 
 
+def rank_line(content, i):
+    """Return the line of a rank file for a piece, bytes, and its id."""
+    return f"{base64.b64encode(content).decode()} {i}"
+
+
 def rank_lines(ids, merges, ignore_merges):
-    """Return the text of a rank file, of the pieces that tiktoken may have. See hf_tokenizer."""
+    """Return the lines of a rank file, of the pieces that tiktoken may have. See hf_tokenizer."""
     letters = byte_of_letters()
     lines = []
     for piece, i in ids.items():
@@ -3487,9 +3507,8 @@ def rank_lines(ids, merges, ignore_merges):
             splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
             if any(a in ids and b in ids and (a, b) not in merges for a, b in splits):
                 raise UserError(f"tokenizer.json: merges: must have every split of {piece!r}")
-        content = bytes(letters[letter] for letter in piece)
-        lines.append(f"{base64.b64encode(content).decode()} {i}")
-    return "\n".join(lines)
+        lines.append(rank_line(bytes(letters[letter] for letter in piece), i))
+    return lines
 
 
 def merge_letters(text, merges):
@@ -3516,18 +3535,39 @@ def probe_split(tokenizer, split):
         raise UserError("tokenizer.json: pre_tokenizer: its Regex must match every part of a text")
 
 
-def hf_bos_id(folder, added):
-    """Return the id of the BOS of a folder's tokenizer_config.json, or of <|endoftext|>."""
+def read_json(path):
+    """Return what a JSON file of an object has; {} if there is no such file."""
+    return json.loads(path.read_bytes()) if path.is_file() else {}
+
+
+def hf_chat(folder, added):
+    """Return the facts of a folder about texts and conversations. Raises UserError.
+
+    added: the text of an added token -> its id. Returned are BOS, which is <|endoftext|> if there is
+    none, the ids that end an answer, the names in chat templates, and the template if there is one.
+    """
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_bytes()) if path.is_file() else {}
-    token = config.get("bos_token") or "<|endoftext|>"
-    if isinstance(token, dict):
-        token = token["content"]
-    if token not in added:
-        raise UserError(
-            f"{path}: bos_token {token!r}: must be one of tokenizer.json's added_tokens"
-        )
-    return added[token]
+    config = read_json(path)
+    names = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = config.get(name)
+        token = token["content"] if isinstance(token, dict) else token
+        if token is not None:
+            names[name] = token
+    bos = names.get("bos_token", "<|endoftext|>")
+    if bos not in added:
+        raise UserError(f"{path}: bos_token {bos!r}: must be one of tokenizer.json's added_tokens")
+    stop = [added[bos], added.get(names.get("eos_token"), added[bos])]
+    for name in ("config.json", "generation_config.json"):
+        ids = read_json(folder / name).get("eos_token_id") or []
+        stop += [ids] if isinstance(ids, int) else ids
+    facts = {"bos": bos, "bos_id": added[bos], "names": names, "stop": sorted(set(stop))}
+    template = config.get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if isinstance(template, list):  # several by name
+        template = {one["name"]: one["template"] for one in template}["default"]
+    return facts | {"template": template} if template else facts
 
 
 def read_hf_tokenizer(folder, path, vocab_size):
@@ -3564,7 +3604,7 @@ def import_(args):
     if not path.is_file():
         raise UserError(f"{args.folder}: no config.json; must be a folder of Hugging Face's")
     try:
-        shape = hf_shape(json.loads(path.read_bytes()))
+        shape = hf_shape(read_json(path))
         settings = load_settings(Settings, dict(os.environ))
         tokenizer = read_hf_tokenizer(args.folder, settings.tokenizer_path, shape["vocab_size"])
         shape["bos_id"] = tokenizer.bos_id
@@ -3614,17 +3654,22 @@ def own_files(source, network):
         state = {name: view.contiguous().clone() for name, view in hf_views(network).items()}
     except UserError as error:
         print(f"{error}; it loads this model with trust_remote_code=True")
-        config = REMOTE_CONFIG | {"shape": source.shape, "eos_token_id": source.shape["bos_id"]}
+        config = REMOTE_CLASSES | {
+            "architectures": ["UnderparForCausalLM"],
+            "model_type": "underpar",
+            "shape": source.shape,
+            "eos_token_id": source.shape["bos_id"],
+        }
         state = source.tensors
     folder = Path(__file__).parent
-    text = (folder / "sample.py").read_text(encoding="utf-8")
+    text = (folder / "sample.py").read_bytes()
     return {
         "model.safetensors": state,
         "config.json": config | {"dtype": "float32"},
-        "tokenizer_config.json": {"auto_map": REMOTE_CONFIG["auto_map"]},
+        "tokenizer_config.json": REMOTE_CLASSES,
         tokenizer.file: tokenizer.content,
         "modeling_underpar.py": (folder / "tools" / "modeling_underpar.py").read_bytes(),
-        "underpar.py": "".join(match[0] for match in REMOTE_CODE.finditer(text)).encode(),
+        "underpar.py": b"".join(match[0] for match in REMOTE_CODE.finditer(text)),
     }
 
 
@@ -3634,11 +3679,21 @@ def like_files(folder, source, network):
     Names and dtypes of tensors, those that the network does not have, rows without a token, and
     all files but the weights are the folder's. Raises UserError if it is another model's.
     """
-    config = check_like(folder, source)
+    path = folder / "config.json"
+    try:
+        config = read_json(path)
+        shape = hf_shape(config)
+    except (LookupError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: does not describe a model: {error!r}") from None
+    for name, value in shape.items():
+        actual = source.shape.get(name)
+        # Training and the tokenizer may change some fields.
+        if actual != value and name not in ("vocab_size", "bos_id", "train_seq_len"):
+            raise UserError(f"{path}: has {name}={value!r}, {source.path} {actual!r}")
     files = {
-        path.name: path.read_bytes()
-        for path in folder.iterdir()
-        if path.is_file() and not HF_WEIGHTS.fullmatch(path.name)
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if file.is_file() and not HF_WEIGHTS.fullmatch(file.name)
     }
     views = hf_views(network)
     state = {}
@@ -3665,24 +3720,11 @@ def like_files(folder, source, network):
     return files | {"model.safetensors": state}
 
 
-def check_like(folder, source):
-    """Return config.json of a folder that a network may have come from. Raises UserError."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-        shape = hf_shape(config)
-    except (LookupError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: does not describe a model: {error!r}") from None
-    for name, value in shape.items():
-        actual = source.shape.get(name)
-        # Training and the tokenizer may change some fields.
-        if actual != value and name not in ("vocab_size", "bos_id", "train_seq_len"):
-            raise UserError(f"{path}: has {name}={value!r}, {source.path} {actual!r}")
-    return config
-
-
 def adapter_files(source, network):
-    """Return PEFT's files of a run's LoRA adapters, by name. Raises UserError without any."""
+    """Return PEFT's files of a run's LoRA adapters, by name, for the model that it began with.
+
+    Raises UserError if there are none, or if the run changed another tensor than their matrices.
+    """
     inputs = {}  # A by the place of B's numbers in memory, where views of B have theirs too
     for name, param in network.named_parameters():
         module, _, matrix = name.rpartition(".")
@@ -3699,7 +3741,14 @@ def adapter_files(source, network):
             module = f"base_model.model.{name.removesuffix('.weight')}"
             state[f"{module}.lora_A.weight"] = a.clone()
             state[f"{module}.lora_B.weight"] = b.clone()
-    print(f"adapters for {check_base(source)}")
+    path = Path(source.run["init_from"])
+    packed = path / "model.upar"
+    base = read_weights(packed if packed.is_file() else path, "raw")
+    for name, w in base.tensors.items():
+        frozen = source.unmerged.get(name, w)  # may be bfloat16
+        if not torch.equal(w.to(frozen), frozen):
+            raise UserError(f"{source.path}: {name} has changed or grown; adapters cannot hold it")
+    print(f"adapters for {base.path}")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -3708,20 +3757,6 @@ def adapter_files(source, network):
         "target_modules": sorted({name.split(".")[-3] for name in state}),
     }
     return {"adapter_model.safetensors": state, "adapter_config.json": config}
-
-
-def check_base(source):
-    """Return the path of the model that a run with LoRA began with, for which its adapters are.
-
-    Raises UserError if the run changed another tensor than a matrix with an adapter.
-    """
-    path = Path(source.run["init_from"])
-    packed = path / "model.upar"
-    base = read_weights(packed if packed.is_file() else path, "raw")
-    for name, w in base.tensors.items():
-        if name in source.unmerged and not torch.equal(w, source.unmerged[name]):
-            raise UserError(f"{source.path}: {name} has changed or grown; adapters cannot hold it")
-    return base.path
 
 
 # -------------------------------------------------------------------------------------------- main

@@ -3,12 +3,12 @@
     ARTIFACT=runs/<RUN_ID> PROMPT="Once upon a time" NUM_SAMPLES=4 python sample.py
     ARTIFACT=runs/<RUN_ID> MODE=chat SYSTEM="Answer briefly." TEMPERATURE=0.7 python sample.py
     ARTIFACT=runs/<RUN_ID> MODE=score SCORE_PATH=book.txt python sample.py
-    ARTIFACT=runs/<RUN_ID> MODE=score SCORE=choices SCORE_PATH=piqa.jsonl python sample.py
     ARTIFACT=runs/<RUN_ID> MODE=score SCORE=task SCORE_PATH=data/sort.jsonl HELD_OUT=1 python sample.py
 
 ARTIFACT is needed. In a chat, a line is a turn, /reset forgets the conversation, and Ctrl-C ends an
 answer. Scores need SCORE_PATH; docs/scoring.md explains them. HELD_OUT=1 keeps the prompts that
-training holds out, and REWARD marks the answers.
+training holds out, and REWARD marks the answers. Multiple choice and other benchmarks are left to
+lm-evaluation-harness, which docs/scoring.md explains too.
 
 Every setting below is an environment variable or an argument, NAME=value. Sections between
 `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
@@ -91,11 +91,10 @@ class Settings:
     top_p: float = bounded(1.0, 1e-09, 1.0)
     # score
     # text: bits per byte; the others are listed in docs/scoring.md
-    score: Literal["text", "choices", "lambada", "task", "preference", "win", "quality"] = "text"
+    score: Literal["text", "task", "preference", "win", "quality"] = "text"
     score_path: str = ""  # FILE,FILE to score
     score_model: str = ""  # second model: the opponent of win, the reference of preference
     score_judge: str = ""  # a reward model that decides win; empty: REWARD
-    score_delimiter: str = " "  # between context and answer, for choices and lambada
     score_file: str = ""  # file to write the scores to, as JSON; empty: none
     held_out: bool = False  # of SCORE_PATH, only the prompts that training holds out, by a hash
     reward: str = "exact"  # of an answer: exact, or file.py:function, see load_reward
@@ -508,8 +507,10 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
+    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode_marked: Callable = None
     roles: dict = None
+    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -631,32 +632,40 @@ def load_tokenizer(path):
 
 
 def add_encoder(tokenizer):
-    """Give a Tokenizer its attributes `encode` and `roles`, and return it.
+    """Give a Tokenizer its attributes from `encode` on, and return it.
 
-    encode: from a text to ids without BOS, where special tokens are plain text. roles: the ids of
-    ROLE_TOKENS, {} if it has none. Raises UserError.
+    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
+    imported model, the same, but its added tokens are what they stand for. roles: the ids of
+    ROLE_TOKENS, {} if it has none. facts: those of ENCODINGS, or of an imported model (see
+    quantize.py). Raises UserError.
     """
     name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name)
+    facts = ENCODINGS.get(name, {})
     if facts and tokenizer.sha256 != facts["sha256"]:
         raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model, see quantize.py
+    if tokenizer.content.startswith(b"{"):  # of an imported model
         facts = json.loads(tokenizer.content)
+    tokenizer.facts = facts
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
+        added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        for text in added:  # some of them are shown as text, and no merge makes them
+            ranks.pop(text.encode(), None)
         bpe = tiktoken.Encoding(
-            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens=added
         )
-        tokenizer.encode = bpe.encode_ordinary
+        normalize = str
         if facts.get("nfc"):  # Unicode's normal form in which accents are part of their letters
             normalize = functools.partial(unicodedata.normalize, "NFC")
-            tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
+        tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
+        tokenizer.encode_marked = lambda text: bpe.encode(normalize(text), allowed_special="all")
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
         tokenizer.encode = model.encode
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
@@ -667,6 +676,75 @@ def add_encoder(tokenizer):
 
 
 # === end: encoding ===
+
+
+# === shared: template ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
+@functools.cache
+def compile_template(source):
+    """Return the function that renders a chat template, by jinja2, as transformers does.
+
+    A template that asks for the date does not get it: texts are the same on every day. Raises
+    UserError, as the function does.
+    """
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise UserError("the model's chat template needs jinja2: pip install jinja2") from None
+
+    def refuse(message):
+        raise UserError(f"chat template: {message}")
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
+    try:
+        template = environment.from_string(source)
+    except TemplateError as error:
+        refuse(error)
+
+    def render(**values):
+        try:
+            return template.render(**values)
+        except TemplateError as error:
+            refuse(error)
+
+    return render
+
+
+def chat_text(tokenizer, turns, ask):
+    """Return the text of turns, (role token, text), by the chat template of an imported model.
+
+    ask: whether it ends where an answer of the assistant begins.
+    """
+    messages = [{"role": role.strip("<|>"), "content": text} for role, text in turns]
+    render = compile_template(tokenizer.facts["template"])
+    values = dict(messages=messages, add_generation_prompt=ask, tools=None, documents=None)
+    return render(**values, **tokenizer.facts["names"])
+
+
+# === end: template ===
+
+
+# === shared: prompt ===
+def asked_ids(tokenizer, turns):
+    """Return the ids of turns, (role token, text), up to where an answer of the assistant begins."""
+    if "template" in tokenizer.facts:
+        return tokenizer.encode_marked(chat_text(tokenizer, turns, True))
+    ids = begin_ids(tokenizer)
+    for role, text in turns:
+        ids += [tokenizer.roles[role], *tokenizer.encode(text), tokenizer.roles["<|end|>"]]
+    return [*ids, tokenizer.roles["<|assistant|>"]]
+
+
+# === end: prompt ===
 
 
 # === shared: text ===
@@ -680,16 +758,21 @@ def decode_bytes(tokenizer, ids):
 
 
 def chat_ids(tokenizer, prompt):
-    """Return the ids of a prompt, as a document begins, and the token that ends the answer to it.
+    """Return the ids of a prompt, a user's turn, up to where the answer begins.
 
-    With role tokens the prompt is a user's turn. Without, it is a line, and the BOS of the next
-    document ends the answer.
+    Without role tokens and chat template it is a line.
     """
-    roles = tokenizer.roles
-    if not roles:
-        return [tokenizer.bos_id, *tokenizer.encode(prompt + "\n")], tokenizer.bos_id
-    turn = [roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"]]
-    return [tokenizer.bos_id, *turn, roles["<|assistant|>"]], roles["<|end|>"]
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return asked_ids(tokenizer, [("<|user|>", prompt)])
+    return [*begin_ids(tokenizer), *tokenizer.encode(prompt + "\n")]
+
+
+def stop_ids(tokenizer):
+    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
+    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
+    if tokenizer.roles:
+        stop.add(tokenizer.roles["<|end|>"])
+    return frozenset(stop)
 
 
 def completion(tokenizer, prompt, ids):
@@ -752,24 +835,21 @@ def listed_turns(row, name):
     return turns
 
 
-def turn_ids(tokenizer, turns):
-    """Return the ids of a conversation, and for each whether the assistant says it.
+def answered_text(tokenizer, turns):
+    """Return the text of turns by an imported model's chat template up to the end of the last answer,
+    and where that begins. The last turn is the assistant's. Raises RowError.
 
-    The ids are BOS, then for each turn its role token, its text and <|end|>; the assistant says its
-    text and the <|end|>. Plain text, a turn with the role "", is all to be learned but its BOS, and
-    ends with the BOS of the next document, as in pretraining. Needs role tokens (`with_roles`).
+    The answer is what the model itself would write: it begins where the prompt ends, and ends with
+    the first token that stops an answer.
     """
-    ids = [tokenizer.bos_id]
-    said = [False]
-    for role, text in turns:
-        body = tokenizer.encode(text)
-        if role:
-            ids += [tokenizer.roles[role], *body, tokenizer.roles["<|end|>"]]
-            said += [False] + [role == "<|assistant|>"] * (len(body) + 1)
-        else:
-            ids += [*body, tokenizer.bos_id]
-            said += [True] * (len(body) + 1)
-    return ids, said
+    prompt = chat_text(tokenizer, turns[:-1], True)
+    text = chat_text(tokenizer, turns, False)
+    facts = tokenizer.facts
+    stops = [re.escape(name) for name, i in facts["added"].items() if i in facts["stop"]]
+    stop = re.compile("|".join(stops)).search(text, len(prompt))
+    if stop is None or not text.startswith(prompt):
+        raise RowError("the chat template does not write the answer as the model would")
+    return text[: stop.end()], len(prompt)
 
 
 def read_file(path):
@@ -812,7 +892,7 @@ def parse_rows(path, rows, parse, log):
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
             name, item = parse(row)
-        except RowError as error:
+        except (RowError, UserError) as error:  # a chat template refuses some conversations
             faults.setdefault(str(error), []).append(number)
             continue
         formats[name] += 1
@@ -916,6 +996,14 @@ def row_pair(row):
     is_text = isinstance(row.get("prompt"), str)
     name = "prompt/chosen/rejected" if is_text else "messages"
     return name, (before, chosen[-1][1], rejected[-1][1])
+
+
+def answer_ids(tokenizer, before, answer):
+    """Return the ids of an answer to turns, with the token that ends it. Raises RowError."""
+    if "template" not in tokenizer.facts:
+        return [*tokenizer.encode(answer), tokenizer.roles.get("<|end|>", tokenizer.bos_id)]
+    text, begin = answered_text(tokenizer, [*before, ("<|assistant|>", answer)])
+    return tokenizer.encode_marked(text[begin:])
 
 
 # === end: preferences ===
@@ -1794,14 +1882,16 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
-    def context(self, ids):
+    def context(self, ids, doc):
         """Return doc, recent and positions for ids (B, T) at the beginning of texts.
 
         recent (B, CONV_TAPS-1 + T): the ids; in front stand the places that the convolution of the
-        first token reaches. doc, of the same shape: the number of each token's document.
-        positions (T,): 0, 1, 2 ...
+        first token reaches. doc, of the same shape: the number of each token's document; None: each
+        BOS begins one. positions (T,): 0, 1, 2 ...
         """
-        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        if doc is None:
+            doc = (ids == self.config.bos_id).cumsum(dim=1)
+        doc = F.pad(doc, (CONV_TAPS - 1, 0))
         recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.bos_id)
         return doc, recent, torch.arange(ids.size(1), device=ids.device)
 
@@ -1822,19 +1912,14 @@ class GPT(nn.Module):
             places.append(key % rows + (back - 1) * rows)
         return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 
-    def features(self, ids, cache=None, borders=None):
+    def features(self, ids, cache=None, borders=None, doc=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         With a cache, ids go on with the texts that it holds (see Decoder in section generation).
-        borders: see document_borders; without them attention masks by BOS.
+        borders: see document_borders; without them attention masks by `doc`, see context.
         """
         config = self.config
-        if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            raise UserError(
-                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
-                f"{config.train_seq_len}"
-            )
-        doc, recent, positions = (cache or self).context(ids)
+        doc, recent, positions = cache.context(ids) if cache else self.context(ids, doc)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
@@ -1899,7 +1984,9 @@ class Lora(nn.Module):
         self.register_buffer("scale", weight.new_tensor(alpha / rank))
 
     def forward(self, weight):
-        return torch.addmm(weight, self.scale * self.lora_b, self.lora_a)
+        """Return the sum, made in the adapter's dtype, in that of the weight, which may be frozen."""
+        total = torch.addmm(weight.to(self.lora_a), self.scale * self.lora_b, self.lora_a)
+        return total.to(weight)
 
 
 def setup_lora_adapter(model, rank=8, alpha=16.0):
@@ -1926,17 +2013,22 @@ def setup_lora_adapter(model, rank=8, alpha=16.0):
 
 @torch.no_grad()
 def merge_lora(model):
-    """Add the adapters to the weights, as QAT and export need it, and return the plain model."""
+    """Add the adapters to the weights, as QAT and export need it, and return the plain model.
+
+    All weights are float32 afterwards, those that were frozen in bfloat16 too, and so are the sums.
+    """
+    for param in model.parameters():
+        param.data = widened(param.data)
     for module in list(model.modules()):
         if not parametrize.is_parametrized(module):
             continue
         weights = {name: part.original for name, part in module.parametrizations.items()}
-        merged = {name: getattr(module, name).clone() for name in weights}
+        for name, weight in weights.items():
+            weight.copy_(getattr(module, name))
         # torch's own removal changes the class, which copies of the module share.
         module.__class__ = type(module).__base__
         del module.parametrizations
         for name, weight in weights.items():
-            weight.copy_(merged[name])
             setattr(module, name, weight)
     return model
 
@@ -2077,7 +2169,7 @@ def read_streams(data, max_weights):
     return header, arrays
 
 
-def read_artifact(path, max_weights=1 << 30):
+def read_artifact(path, max_weights=1 << 32):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
@@ -2118,8 +2210,11 @@ def read_artifact(path, max_weights=1 << 30):
 
 # === shared: weights ===
 def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays."""
-    if tokenizer.roles:
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
         return tokenizer
     count = len(ROLE_TOKENS)
     return replace(
@@ -2151,7 +2246,8 @@ def load_model(name, path):
             )
         meta = json.loads((file / "meta.json").read_bytes())
         shape = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
+        # The file's own pages are the weights: they are read once, and copied where they change.
+        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
         sha256 = sha256_file(beside[0]) if beside else None
     else:
@@ -2166,6 +2262,8 @@ def load_model(name, path):
         sha256 = header["tokenizer_sha256"]
 
     tokenizer = load_tokenizer((beside or ["bytes"])[0])
+    if "template" in tokenizer.facts:
+        compile_template(tokenizer.facts["template"])  # or a UserError, now and not in mid-run
     vocab_size = shape["vocab_size"]
     if vocab_size == tokenizer.vocab_size + len(ROLE_TOKENS):
         tokenizer = with_roles(tokenizer)  # post-training has added them
@@ -2175,19 +2273,23 @@ def load_model(name, path):
             f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
-    network = GPT(GPTConfig(**{field: shape[field] for field in known}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
-    if ranks:
-        setup_lora_adapter(network, ranks[0])
-    if "w_value" in tensors:
-        add_value_head(network)
-    network.load_state_dict(tensors)
+    with torch.device("meta"):  # takes no memory: the tensors become the weights
+        network = GPT(GPTConfig(**{field: shape[field] for field in known}))
+        if ranks:
+            setup_lora_adapter(network, ranks[0])
+        if "w_value" in tensors:
+            add_value_head(network)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
     return network, tokenizer, str(file)
 
 
 def add_value_head(network):
     """Give the network `w_value` (dim,), zeros. Times the features it is a reward or a value."""
-    network.w_value = nn.Parameter(torch.zeros_like(network.embed[0]))
+    network.w_value = nn.Parameter(torch.zeros_like(widened(network.embed[0])))
 
 
 # === end: weights ===
@@ -2310,14 +2412,17 @@ class Decoder:
                 layer.kept[name] = F.pad(layer.kept[name], (0, 0, 0, ROOM))
 
     def context(self, ids):
-        """Return doc, recent and positions (B, T) of ids (B, T), see GPT.context."""
+        """Return doc, recent and positions (B, T) of ids (B, T), see GPT.context.
+
+        A text is one document, whatever its tokens are, and its padding another.
+        """
         reach = self.used + torch.arange(1 - CONV_TAPS, ids.size(1), device=ids.device)
         self.slots = reach[CONV_TAPS - 1 :]
         self.used += ids.size(1)
         texts = self.kept["ids"].index_copy_(1, self.slots, ids)  # (B, room)
         padding = self.kept["padding"]
         places = torch.arange(texts.size(1), device=ids.device)
-        docs = ((texts == self.network.config.bos_id) | (places == padding)).cumsum(dim=1)
+        docs = places >= padding
         self.distance = self.slots[:, None] - places  # (T, room)
         self.is_seen = (self.distance >= 0) & (docs[:, self.slots, None] == docs[:, None])
         return docs[:, reach], texts[:, reach], (self.slots - padding).clamp(0)
@@ -2368,7 +2473,9 @@ def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, 
     products. stop: ids that end a sample. See `draw`.
     """
     samples = []
-    share = max(1, 4096 // count)  # prompts in a batch, whose memory their texts bound
+    # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
+    texts = min(4096, 2**28 // network.config.vocab_size)
+    share = max(1, texts // count)  # prompts in a batch
     for start in range(0, len(prompts), share):
         batch = slice(start, start + share)
         draws = [
@@ -2456,8 +2563,6 @@ READ_SETTINGS = {
     "generate": f"prompt layout system num_samples {SAMPLING}",
     "chat": f"system {SAMPLING}",
     "text": "score_path eval_stride",
-    "choices": "score_path layout score_delimiter",
-    "lambada": "score_path layout score_delimiter",
     "task": f"reward eval_samples {ASKING}",
     "preference": "score_path score_model",
     "win": f"reward score_model score_judge {ASKING}",
@@ -2473,15 +2578,12 @@ def check_modes(settings):
         kind = settings.score
         read |= {"score", "score_file"}
     read |= {*READ_SETTINGS[kind].split()}
-    if settings.layout == "chat":
-        read -= {"score_delimiter"}
     for setting in fields(settings):
         value = getattr(settings, setting.name)
         if setting.name not in read and value != setting.default:
             raise UserError(
                 f"{setting.name.upper()}={value!r}: not read with MODE={settings.mode} "
-                f"SCORE={settings.score} LAYOUT={settings.layout}; must be left at "
-                f"{setting.default!r}"
+                f"SCORE={settings.score}; must be left at {setting.default!r}"
             )
     if "score_path" in read and not settings.score_path:
         raise UserError(f"SCORE_PATH='': must be given for SCORE={kind}")
@@ -2546,24 +2648,23 @@ def truncation(settings):
 
 
 def prompt_ids(tokenizer, turns, layout):
-    """Return the ids of a prompt, turns (role token, text), and the token that ends the answer.
+    """Return the ids of a prompt, turns (role token, text).
 
     In layout text the prompt is the bare text. In layout chat it ends where the assistant's turn
-    begins; for a tokenizer without role tokens it is lines, as in `chat_ids`.
+    begins; for a tokenizer without roles it is lines, as in `chat_ids`.
     """
     text = "\n".join(text for _, text in turns)
     if layout == "text":
-        return [tokenizer.bos_id, *tokenizer.encode(text)], tokenizer.bos_id
-    if not tokenizer.roles:
-        return chat_ids(tokenizer, text)
-    ids, _ = turn_ids(tokenizer, turns)
-    return [*ids, tokenizer.roles["<|assistant|>"]], tokenizer.roles["<|end|>"]
+        # An empty text goes on as the next one after BOS does.
+        return [*begin_ids(tokenizer), *tokenizer.encode(text)] or [tokenizer.bos_id]
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return asked_ids(tokenizer, turns)
+    return chat_ids(tokenizer, text)
 
 
 def room_left(model, turns, layout):
     """Return for how many tokens a model's context has room after a prompt."""
-    ids, _ = prompt_ids(model.tokenizer, turns, layout)
-    return model.context - len(ids)
+    return model.context - len(prompt_ids(model.tokenizer, turns, layout))
 
 
 def system_turns(settings):
@@ -2577,7 +2678,7 @@ def sample(settings):
     runtime = start_runtime(settings.device)
     model = open_model("ARTIFACT", settings.artifact, runtime, settings)
     turns = [*system_turns(settings), ("<|user|>", settings.prompt)]
-    prompt, end = prompt_ids(model.tokenizer, turns, settings.layout)
+    prompt = prompt_ids(model.tokenizer, turns, settings.layout)
     if settings.layout == "chat" and not settings.prompt.strip():
         raise UserError("PROMPT='': must be given for LAYOUT=chat")
     room = model.context + 1 - len(prompt)  # the last token is not read
@@ -2595,7 +2696,7 @@ def sample(settings):
         settings.max_new_tokens,
         settings.temperature,
         [(settings.seed,)],
-        frozenset([end, model.tokenizer.bos_id]),
+        stop_ids(model.tokenizer),
         truncation(settings),
     )
     begin = 1 if settings.layout == "text" else len(prompt)  # a text is printed with its prompt
@@ -2611,7 +2712,8 @@ def stream_answer(model, talk, settings, count, number):
 
     Ctrl-C ends it. It is the sample that `generate` would draw with the seed (SEED, number).
     """
-    prompt, end = prompt_ids(model.tokenizer, talk, "chat")
+    prompt = prompt_ids(model.tokenizer, talk, "chat")
+    stop = stop_ids(model.tokenizer)
     uniform = np.random.default_rng([settings.seed, number, 0]).random(count)
     uniform = torch.from_numpy(uniform).to(model.network.embed.device)
     truncate = truncation(settings)
@@ -2623,7 +2725,7 @@ def stream_answer(model, talk, settings, count, number):
         for step in range(count):
             drawn = uniform[step : step + 1]
             token, _ = draw(decoder.logits, settings.temperature, drawn, truncate)
-            if int(token) in (end, model.tokenizer.bos_id):
+            if int(token) in stop:
                 break
             ids.append(int(token))
             text = completion(model.tokenizer, prompt, ids)
@@ -2678,16 +2780,19 @@ def chat(settings):
 BATCH_ROWS = 32  # in a forward pass; more need more memory and are hardly faster
 
 
-def row_features(model, rows):
+def row_features(model, rows, one_document=True):
     """Yield the number of each row of ids, the longest first, and its features (T, dim).
 
-    Rows are padded at their ends, where nothing of a row sees the padding.
+    Rows are padded at their ends, where nothing of a row sees the padding. A row is one document, or
+    several, each of which begins with BOS.
     """
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
     for start in range(0, len(order), BATCH_ROWS):
         numbers = order[start : start + BATCH_ROWS]
-        batch = pad_sequence([torch.tensor(rows[number]) for number in numbers], batch_first=True)
-        features = model.network.features(batch.to(model.network.embed.device))
+        ids = pad_sequence([torch.tensor(rows[number]) for number in numbers], batch_first=True)
+        ids = ids.to(model.network.embed.device)
+        doc = torch.zeros_like(ids) if one_document else None
+        features = model.network.features(ids, doc=doc)
         for number, row in zip(numbers, features, strict=True):
             yield number, row[: len(rows[number])]
 
@@ -2702,71 +2807,54 @@ class Row:
 
 
 @torch.inference_mode()
-def token_scores(model, rows):
-    """Return for each Row the log-probabilities of its answer's n ids (n,), float64, and hits (n,).
+def answer_logps(model, rows, one_document=True):
+    """Return for each Row the log-probabilities of its answer's n ids, float64 (n,).
 
-    A hit is an id that was the likeliest one.
+    one_document: see row_features.
     """
-    scores = [None] * len(rows)
+    logps = [None] * len(rows)
     inputs = [[*row.context, *row.answer[:-1]] for row in rows]
-    for number, features in row_features(model, inputs):
+    for number, features in row_features(model, inputs, one_document):
         answer = torch.tensor(rows[number].answer, device=features.device)
         logits = model.network.logits(features[-len(answer) :])
-        logps = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
-        hits = logits.argmax(-1) == answer
-        scores[number] = logps.double().cpu(), hits.cpu()
-    return scores
+        chosen = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        logps[number] = chosen.double().cpu()
+    return logps
 
 
 @torch.inference_mode()
 def rewards(model, conversations):
     """Return a reward model's rewards of conversations, which it reads off their last tokens.
 
-    A conversation that exceeds its context loses its beginning, but not its BOS.
+    The last turn is the assistant's. A conversation that exceeds its context loses its beginning, but
+    not its first token.
     """
     rows = []
-    for turns in conversations:
-        bos, *ids = turn_ids(model.tokenizer, turns)[0]
-        rows.append([bos, *ids[1 - model.context :]])
+    for *before, (_, answer) in conversations:
+        first, *ids = asked_ids(model.tokenizer, before)
+        ids += answer_ids(model.tokenizer, before, answer)
+        rows.append([first, *ids[1 - model.context :]])
     values = [0.0] * len(rows)
     for number, features in row_features(model, rows):
         values[number] = (features[-1].float() @ model.network.w_value.float()).item()
     return values
 
 
-def answer_rows(model, turns, answers, settings):
+def answer_rows(model, turns, answers):
     """Return a Row for each answer to the same turns. Raises RowError if an answer does not fit.
 
-    In layout chat an answer includes the token that ends it. In layout text context and answer are
-    encoded together, because a token may stand on both sides of the border: what follows the tokens
-    that all of them and the context alone begin with counts as the answer. A context that is too
-    long loses its beginning, but not its BOS.
+    An answer includes the token that ends it. A context that is too long loses its beginning, but
+    not its BOS.
     """
-    encode = model.tokenizer.encode
-    prompt, end = prompt_ids(model.tokenizer, turns, settings.layout)
-    if settings.layout == "chat":
-        texts = [[*prompt, *encode(answer), end] for answer in answers]
-        border = len(prompt)
-    else:
-        context = "\n".join(text for _, text in turns)
-        texts = [[prompt[0], *encode(context + answer)] for answer in answers]
-        border = len(os.path.commonprefix([prompt, *texts]))
+    prompt = prompt_ids(model.tokenizer, turns, "chat")
     rows = []
-    for ids in texts:
-        if not border < len(ids) <= border + model.context:
-            raise RowError(f"answer empty or longer than the context of {model.context} tokens")
-        excess = max(0, len(ids) - 1 - model.context)
-        context = [ids[0], *ids[1 + excess : border]]
-        rows.append(Row(context, ids[border:], excess > 0))
+    for text in answers:
+        answer = answer_ids(model.tokenizer, turns, text)
+        if len(answer) > model.context:
+            raise RowError(f"answer longer than the context of {model.context} tokens")
+        excess = max(0, len(prompt) + len(answer) - 1 - model.context)
+        rows.append(Row([prompt[0], *prompt[1 + excess :]], answer, excess > 0))
     return rows
-
-
-def continuation_rows(model, context, answers, settings):
-    """Return `answer_rows` of texts that follow a context, in layout text after SCORE_DELIMITER."""
-    if settings.layout == "text" and context.strip():
-        context = context.rstrip()
-        answers = [settings.score_delimiter + answer for answer in answers]
-    return answer_rows(model, [("<|user|>", context)], answers, settings)
 
 
 def interval(values, share=True):
@@ -2804,40 +2892,6 @@ def filled_text(row, *names):
 def row_text(row):
     """Return the document in a row."""
     return "text", filled_text(row, "text")
-
-
-def row_options(row):
-    """Return groups of options, (context, continuations), and the number of the right option.
-
-    Fields: `query` or `ctx`, `choices` or `endings`, `gold` or `label`; or `context_options`,
-    `continuation`, `gold`; or `sentence_good`, `sentence_bad`.
-    """
-    if "sentence_good" in row:
-        texts = [filled_text(row, name) for name in ("sentence_good", "sentence_bad")]
-        return "sentences", ([("", texts)], 0)
-    name = next((name for name in ("context_options", "endings") if name in row), "choices")
-    if not isinstance(row.get(name), list) or len(row[name]) < 2:
-        raise RowError(f"field {name!r} is no list of two texts or more")
-    texts = [filled_text({name: text}, name) for text in row[name]]
-    gold = str(row.get("gold", row.get("label")))
-    if not gold.isdecimal() or int(gold) >= len(texts):
-        raise RowError("gold is not the number of a choice")
-    if name == "context_options":
-        groups = [(text, [filled_text(row, "continuation")]) for text in texts]
-    else:
-        groups = [(text_of(row, "query", "ctx"), texts)]
-    return name, (groups, int(gold))
-
-
-def row_last(row):
-    """Return a context and its answer, or a text without its last word and that word."""
-    if "context" in row:
-        context = filled_text(row, "context")
-        return "context", (context.rstrip(), filled_text(row, "continuation", "answer").strip())
-    context, _, word = filled_text(row, "text").rstrip().rpartition(" ")
-    if not context.strip():
-        raise RowError("text of one word")
-    return "text", (context.rstrip(), word.strip())
 
 
 def row_prompt(row):
@@ -2927,22 +2981,20 @@ def read_questions(answering, path, settings, log):
 def answer_questions(model, questions, settings, count):
     """Return `count` Answers to each question, question by question."""
     prompts = [prompt_ids(model.tokenizer, one.turns, settings.layout) for one in questions]
-    _, end = prompts[0]
     samples = generate(
         model.network,
-        [ids for ids, _ in prompts],
+        prompts,
         count,
         settings.max_new_tokens,
         settings.temperature,
         # The seeds of the RL scripts' evaluation, so that a run's own scores can be repeated.
         [(settings.seed, 1 << 31, number) for number in range(len(prompts))],
-        frozenset([end]),
+        stop_ids(model.tokenizer),
         truncation(settings),
     )
     answers = []
     for number, one in enumerate(samples):
-        ids, _ = prompts[number // count]
-        text = completion(model.tokenizer, ids, one.ids)
+        text = completion(model.tokenizer, prompts[number // count], one.ids)
         answers.append(Answer(questions[number // count], text, len(one.ids), one.finished))
     return answers
 
@@ -2971,7 +3023,7 @@ def stream_nats(model, stream, stride):
         begin = max(0, end - model.context) if stride else first
         rows.append(Row(stream[begin : first + 1], stream[first + 1 : end + 1]))
         first = end
-    return -sum(logps.sum().item() for logps, _ in token_scores(model, rows))
+    return -sum(logps.sum().item() for logps in answer_logps(model, rows, one_document=False))
 
 
 def score_text(models, path, settings):
@@ -3008,64 +3060,6 @@ def score_text(models, path, settings):
     return result
 
 
-def top_share(values, gold):
-    """Return 1 if value `gold` is the largest, its share if others are as large, else 0."""
-    best = values == values.max()
-    return float(best[gold] / best.sum())
-
-
-def score_choices(models, path, settings):
-    """Return how often the right option has the highest log-probability.
-
-    It is summed, per token or per byte of the option. Options that tie share the point.
-    """
-
-    def parse(row):
-        name, (groups, gold) = row_options(row)
-        rows = []
-        texts = []
-        for context, answers in groups:
-            rows += continuation_rows(models.scored, context, answers, settings)
-            texts += answers
-        return name, (rows, texts, gold)
-
-    questions = read_rows(path, parse, models.log)
-    rows = sum((rows for rows, _, _ in questions), [])
-    scores = iter(token_scores(models.scored, rows))
-    points = collections.defaultdict(list)
-    for options, texts, gold in questions:
-        sums = np.array([next(scores)[0].sum().item() for _ in options])
-        points["accuracy"].append(top_share(sums, gold))
-        tokens = [len(option.answer) for option in options]
-        points["accuracy_per_token"].append(top_share(sums / tokens, gold))
-        sizes = [len(text.encode()) for text in texts]
-        points["accuracy_per_byte"].append(top_share(sums / sizes, gold))
-    result = {name: interval(values) for name, values in points.items()}
-    result["chance"] = statistics.fmean(1 / len(texts) for _, texts, _ in questions)
-    return {**result, "n": len(questions), "contexts_cut": sum(row.is_cut for row in rows)}
-
-
-def score_lambada(models, path, settings):
-    """Return how often greedy decoding gives the answer, and the perplexity of answers."""
-
-    def parse(row):
-        name, (context, answer) = row_last(row)
-        return name, *continuation_rows(models.scored, context, [answer], settings)
-
-    rows = read_rows(path, parse, models.log)
-    scores = token_scores(models.scored, rows)
-    nats = [-logps.sum().item() for logps, _ in scores]
-    tokens = sum(len(row.answer) for row in rows)
-    return {
-        "accuracy": interval([float(hits.all()) for _, hits in scores]),
-        "n": len(rows),
-        "contexts_cut": sum(row.is_cut for row in rows),
-        "tokens": tokens,
-        "perplexity": math.exp(min(709, statistics.fmean(nats))),  # more is no float
-        "nats_per_token": sum(nats) / tokens,
-    }
-
-
 def count_right(reward, answers, count):
     """Return how many of the `count` answers to each question have a reward of 1 or more."""
     rewards = reward(
@@ -3094,15 +3088,15 @@ def score_task(models, path, settings):
     return {**result, "n": len(questions), "samples": n}
 
 
-def pair_margins(model, pairs, settings):
+def pair_margins(model, pairs):
     """Return the log-probability of the chosen answer less that of the rejected one, for each pair.
 
     These are summed and per token, float64 (n, 2). Returned with them is how many contexts were cut.
     """
     rows = []
     for turns, *answers in pairs:
-        rows += answer_rows(model, turns, answers, settings)
-    values = [[logps.sum().item(), logps.mean().item()] for logps, _ in token_scores(model, rows)]
+        rows += answer_rows(model, turns, answers)
+    values = [[logps.sum().item(), logps.mean().item()] for logps in answer_logps(model, rows)]
     values = np.array(values)
     return values[::2] - values[1::2], sum(row.is_cut for row in rows)
 
@@ -3127,13 +3121,13 @@ def score_preference(models, path, settings):
     def parse(row):
         name, (turns, *answers) = row_pair(row)
         for model in both:
-            answer_rows(model, turns, answers, settings)  # or RowError
+            answer_rows(model, turns, answers)  # or RowError
         return name, (turns, *answers)
 
     pairs = read_rows(path, parse, models.log)
-    margins, contexts_cut = pair_margins(models.scored, pairs, settings)
+    margins, contexts_cut = pair_margins(models.scored, pairs)
     if models.other:
-        reference, count = pair_margins(models.other, pairs, settings)
+        reference, count = pair_margins(models.other, pairs)
         margins -= reference
         contexts_cut += count
     columns = dict(zip(("", "_per_token"), margins.T, strict=True))
@@ -3214,8 +3208,6 @@ def score_quality(models, path, settings):
 
 MEASURES = {
     "text": score_text,
-    "choices": score_choices,
-    "lambada": score_lambada,
     "task": score_task,
     "preference": score_preference,
     "win": score_win,

@@ -547,8 +547,10 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
+    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode_marked: Callable = None
     roles: dict = None
+    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -670,32 +672,40 @@ def load_tokenizer(path):
 
 
 def add_encoder(tokenizer):
-    """Give a Tokenizer its attributes `encode` and `roles`, and return it.
+    """Give a Tokenizer its attributes from `encode` on, and return it.
 
-    encode: from a text to ids without BOS, where special tokens are plain text. roles: the ids of
-    ROLE_TOKENS, {} if it has none. Raises UserError.
+    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
+    imported model, the same, but its added tokens are what they stand for. roles: the ids of
+    ROLE_TOKENS, {} if it has none. facts: those of ENCODINGS, or of an imported model (see
+    quantize.py). Raises UserError.
     """
     name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name)
+    facts = ENCODINGS.get(name, {})
     if facts and tokenizer.sha256 != facts["sha256"]:
         raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model, see quantize.py
+    if tokenizer.content.startswith(b"{"):  # of an imported model
         facts = json.loads(tokenizer.content)
+    tokenizer.facts = facts
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
+        added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        for text in added:  # some of them are shown as text, and no merge makes them
+            ranks.pop(text.encode(), None)
         bpe = tiktoken.Encoding(
-            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens=added
         )
-        tokenizer.encode = bpe.encode_ordinary
+        normalize = str
         if facts.get("nfc"):  # Unicode's normal form in which accents are part of their letters
             normalize = functools.partial(unicodedata.normalize, "NFC")
-            tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
+        tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
+        tokenizer.encode_marked = lambda text: bpe.encode(normalize(text), allowed_special="all")
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
         tokenizer.encode = model.encode
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
@@ -706,6 +716,75 @@ def add_encoder(tokenizer):
 
 
 # === end: encoding ===
+
+
+# === shared: template ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
+@functools.cache
+def compile_template(source):
+    """Return the function that renders a chat template, by jinja2, as transformers does.
+
+    A template that asks for the date does not get it: texts are the same on every day. Raises
+    UserError, as the function does.
+    """
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise UserError("the model's chat template needs jinja2: pip install jinja2") from None
+
+    def refuse(message):
+        raise UserError(f"chat template: {message}")
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
+    try:
+        template = environment.from_string(source)
+    except TemplateError as error:
+        refuse(error)
+
+    def render(**values):
+        try:
+            return template.render(**values)
+        except TemplateError as error:
+            refuse(error)
+
+    return render
+
+
+def chat_text(tokenizer, turns, ask):
+    """Return the text of turns, (role token, text), by the chat template of an imported model.
+
+    ask: whether it ends where an answer of the assistant begins.
+    """
+    messages = [{"role": role.strip("<|>"), "content": text} for role, text in turns]
+    render = compile_template(tokenizer.facts["template"])
+    values = dict(messages=messages, add_generation_prompt=ask, tools=None, documents=None)
+    return render(**values, **tokenizer.facts["names"])
+
+
+# === end: template ===
+
+
+# === shared: prompt ===
+def asked_ids(tokenizer, turns):
+    """Return the ids of turns, (role token, text), up to where an answer of the assistant begins."""
+    if "template" in tokenizer.facts:
+        return tokenizer.encode_marked(chat_text(tokenizer, turns, True))
+    ids = begin_ids(tokenizer)
+    for role, text in turns:
+        ids += [tokenizer.roles[role], *tokenizer.encode(text), tokenizer.roles["<|end|>"]]
+    return [*ids, tokenizer.roles["<|assistant|>"]]
+
+
+# === end: prompt ===
 
 
 # === shared: chat ===
@@ -759,24 +838,21 @@ def listed_turns(row, name):
     return turns
 
 
-def turn_ids(tokenizer, turns):
-    """Return the ids of a conversation, and for each whether the assistant says it.
+def answered_text(tokenizer, turns):
+    """Return the text of turns by an imported model's chat template up to the end of the last answer,
+    and where that begins. The last turn is the assistant's. Raises RowError.
 
-    The ids are BOS, then for each turn its role token, its text and <|end|>; the assistant says its
-    text and the <|end|>. Plain text, a turn with the role "", is all to be learned but its BOS, and
-    ends with the BOS of the next document, as in pretraining. Needs role tokens (`with_roles`).
+    The answer is what the model itself would write: it begins where the prompt ends, and ends with
+    the first token that stops an answer.
     """
-    ids = [tokenizer.bos_id]
-    said = [False]
-    for role, text in turns:
-        body = tokenizer.encode(text)
-        if role:
-            ids += [tokenizer.roles[role], *body, tokenizer.roles["<|end|>"]]
-            said += [False] + [role == "<|assistant|>"] * (len(body) + 1)
-        else:
-            ids += [*body, tokenizer.bos_id]
-            said += [True] * (len(body) + 1)
-    return ids, said
+    prompt = chat_text(tokenizer, turns[:-1], True)
+    text = chat_text(tokenizer, turns, False)
+    facts = tokenizer.facts
+    stops = [re.escape(name) for name, i in facts["added"].items() if i in facts["stop"]]
+    stop = re.compile("|".join(stops)).search(text, len(prompt))
+    if stop is None or not text.startswith(prompt):
+        raise RowError("the chat template does not write the answer as the model would")
+    return text[: stop.end()], len(prompt)
 
 
 def read_file(path):
@@ -819,7 +895,7 @@ def parse_rows(path, rows, parse, log):
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
             name, item = parse(row)
-        except RowError as error:
+        except (RowError, UserError) as error:  # a chat template refuses some conversations
             faults.setdefault(str(error), []).append(number)
             continue
         formats[name] += 1
@@ -884,6 +960,14 @@ def row_pair(row):
     is_text = isinstance(row.get("prompt"), str)
     name = "prompt/chosen/rejected" if is_text else "messages"
     return name, (before, chosen[-1][1], rejected[-1][1])
+
+
+def answer_ids(tokenizer, before, answer):
+    """Return the ids of an answer to turns, with the token that ends it. Raises RowError."""
+    if "template" not in tokenizer.facts:
+        return [*tokenizer.encode(answer), tokenizer.roles.get("<|end|>", tokenizer.bos_id)]
+    text, begin = answered_text(tokenizer, [*before, ("<|assistant|>", answer)])
+    return tokenizer.encode_marked(text[begin:])
 
 
 # === end: preferences ===
@@ -1762,14 +1846,16 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
-    def context(self, ids):
+    def context(self, ids, doc):
         """Return doc, recent and positions for ids (B, T) at the beginning of texts.
 
         recent (B, CONV_TAPS-1 + T): the ids; in front stand the places that the convolution of the
-        first token reaches. doc, of the same shape: the number of each token's document.
-        positions (T,): 0, 1, 2 ...
+        first token reaches. doc, of the same shape: the number of each token's document; None: each
+        BOS begins one. positions (T,): 0, 1, 2 ...
         """
-        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        if doc is None:
+            doc = (ids == self.config.bos_id).cumsum(dim=1)
+        doc = F.pad(doc, (CONV_TAPS - 1, 0))
         recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.bos_id)
         return doc, recent, torch.arange(ids.size(1), device=ids.device)
 
@@ -1790,19 +1876,14 @@ class GPT(nn.Module):
             places.append(key % rows + (back - 1) * rows)
         return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 
-    def features(self, ids, cache=None, borders=None):
+    def features(self, ids, cache=None, borders=None, doc=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         With a cache, ids go on with the texts that it holds (see Decoder in section generation).
-        borders: see document_borders; without them attention masks by BOS.
+        borders: see document_borders; without them attention masks by `doc`, see context.
         """
         config = self.config
-        if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            raise UserError(
-                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
-                f"{config.train_seq_len}"
-            )
-        doc, recent, positions = (cache or self).context(ids)
+        doc, recent, positions = cache.context(ids) if cache else self.context(ids, doc)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
@@ -1867,7 +1948,9 @@ class Lora(nn.Module):
         self.register_buffer("scale", weight.new_tensor(alpha / rank))
 
     def forward(self, weight):
-        return torch.addmm(weight, self.scale * self.lora_b, self.lora_a)
+        """Return the sum, made in the adapter's dtype, in that of the weight, which may be frozen."""
+        total = torch.addmm(weight.to(self.lora_a), self.scale * self.lora_b, self.lora_a)
+        return total.to(weight)
 
 
 def setup_lora_adapter(model, rank=8, alpha=16.0):
@@ -1894,17 +1977,22 @@ def setup_lora_adapter(model, rank=8, alpha=16.0):
 
 @torch.no_grad()
 def merge_lora(model):
-    """Add the adapters to the weights, as QAT and export need it, and return the plain model."""
+    """Add the adapters to the weights, as QAT and export need it, and return the plain model.
+
+    All weights are float32 afterwards, those that were frozen in bfloat16 too, and so are the sums.
+    """
+    for param in model.parameters():
+        param.data = widened(param.data)
     for module in list(model.modules()):
         if not parametrize.is_parametrized(module):
             continue
         weights = {name: part.original for name, part in module.parametrizations.items()}
-        merged = {name: getattr(module, name).clone() for name in weights}
+        for name, weight in weights.items():
+            weight.copy_(getattr(module, name))
         # torch's own removal changes the class, which copies of the module share.
         module.__class__ = type(module).__base__
         del module.parametrizations
         for name, weight in weights.items():
-            weight.copy_(merged[name])
             setattr(module, name, weight)
     return model
 
@@ -2697,7 +2785,7 @@ def read_streams(data, max_weights):
     return header, arrays
 
 
-def read_artifact(path, max_weights=1 << 30):
+def read_artifact(path, max_weights=1 << 32):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
@@ -2856,8 +2944,11 @@ def pack_artifact(tensors, coded, **header):
 
 # === shared: weights ===
 def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays."""
-    if tokenizer.roles:
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
         return tokenizer
     count = len(ROLE_TOKENS)
     return replace(
@@ -2889,7 +2980,8 @@ def load_model(name, path):
             )
         meta = json.loads((file / "meta.json").read_bytes())
         shape = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
+        # The file's own pages are the weights: they are read once, and copied where they change.
+        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
         sha256 = sha256_file(beside[0]) if beside else None
     else:
@@ -2904,6 +2996,8 @@ def load_model(name, path):
         sha256 = header["tokenizer_sha256"]
 
     tokenizer = load_tokenizer((beside or ["bytes"])[0])
+    if "template" in tokenizer.facts:
+        compile_template(tokenizer.facts["template"])  # or a UserError, now and not in mid-run
     vocab_size = shape["vocab_size"]
     if vocab_size == tokenizer.vocab_size + len(ROLE_TOKENS):
         tokenizer = with_roles(tokenizer)  # post-training has added them
@@ -2913,19 +3007,23 @@ def load_model(name, path):
             f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
-    network = GPT(GPTConfig(**{field: shape[field] for field in known}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
-    if ranks:
-        setup_lora_adapter(network, ranks[0])
-    if "w_value" in tensors:
-        add_value_head(network)
-    network.load_state_dict(tensors)
+    with torch.device("meta"):  # takes no memory: the tensors become the weights
+        network = GPT(GPTConfig(**{field: shape[field] for field in known}))
+        if ranks:
+            setup_lora_adapter(network, ranks[0])
+        if "w_value" in tensors:
+            add_value_head(network)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
     return network, tokenizer, str(file)
 
 
 def add_value_head(network):
     """Give the network `w_value` (dim,), zeros. Times the features it is a reward or a value."""
-    network.w_value = nn.Parameter(torch.zeros_like(network.embed[0]))
+    network.w_value = nn.Parameter(torch.zeros_like(widened(network.embed[0])))
 
 
 # === end: weights ===
@@ -3422,33 +3520,36 @@ def epoch_numbers(parts, seed, epoch):
 
 
 # === shared: responses ===
-def row_features(network, ids):
-    """Return the features of rows (B, T, dim) for ids (B, T), padded on the right.
+def row_features(network, batch):
+    """Return the features of rows (B, T, dim) for batch.ids and batch.doc (B, T), padded on the right.
 
     On CUDA rows are padded to a multiple of 256 tokens: each new length would take up to a second,
     to be compiled or planned.
     """
-    length = ids.size(1)
-    more = -length % 256 if ids.is_cuda else 0
+    length = batch.ids.size(1)
+    more = -length % 256 if batch.ids.is_cuda else 0
     if more and network.config.positions == "learned":
         more = max(0, min(more, network.config.train_seq_len - length))
-    return network.features(F.pad(ids, (0, more)))[:, :length]
+    ids, doc = (F.pad(x, (0, more)) for x in (batch.ids, batch.doc))
+    return network.features(ids, doc=doc)[:, :length]
 
 
 def token_logps(network, batch, temperature):
     """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
 
-    Both are 0 where batch.mask is false. Logits are made for 4,096 tokens at a time and made again
+    Both are 0 where batch.mask is false. Logits are made for some tokens at a time and made again
     in the backward pass: all of them, (B, T, vocabulary), would take more memory than the network.
     """
+    # Several tensors of these logits live at a time, of up to 1 GiB in float32.
+    count = min(4096, 2**28 // network.config.vocab_size)
 
     def chunk_logps(features, targets):
         logps = (network.logits(features) / temperature).log_softmax(-1)  # (tokens, vocabulary)
         entropies = torch.special.entr(logps.detach().exp()).sum(-1)
         return logps.gather(1, targets[:, None])[:, 0], entropies
 
-    features = row_features(network, batch.ids)[batch.mask].split(4096)  # (tokens, dim) each
-    targets = batch.targets[batch.mask].split(4096)
+    features = row_features(network, batch)[batch.mask].split(count)  # (tokens, dim) each
+    targets = batch.targets[batch.mask].split(count)
     chunks = [
         checkpoint(chunk_logps, *chunk, use_reentrant=False)
         for chunk in zip(features, targets, strict=True)
@@ -3503,12 +3604,25 @@ def load_start(settings, runtime):
 
 
 def adapt(network, settings):
-    """With LORA_RANK, put adapters on the network, and train these alone."""
+    """With LORA_RANK, put adapters on the network, and train these alone.
+
+    On CUDA the network computes in bfloat16, so its frozen weights are kept in it.
+    """
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        for name, param in network.named_parameters():
-            param.requires_grad_(".lora_" in name)
+        freeze(network, torch.bfloat16 if network.embed.is_cuda else None)
+
+
+def freeze(network, dtype):
+    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given.
+
+    Vectors are small, and some pass through exp and softplus.
+    """
+    for name, param in network.named_parameters():
+        param.requires_grad_(".lora_" in name)
+        if dtype and not param.requires_grad and param.ndim > 1:
+            param.data = param.data.to(dtype)
 
 
 def policy_optimizers(network, settings, runtime):
@@ -3524,7 +3638,9 @@ def fitting_tokens(network, device):
     free = 1 << 30
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.layers)))
+    # By tools/experiments/memory.py a token takes 75 to 107 bytes per channel and layer of Llama and
+    # Qwen3, and 247 of Qwen3.5, whose Gated DeltaNet is wider.
+    return max(4096, free // 2 // (250 * network.config.model_dim * len(network.layers)))
 
 
 # === end: start ===
@@ -3554,7 +3670,7 @@ def fit_network(network, tokenizer, source, settings):
     Raises UserError if the network does not fit the settings.
     """
     config = network.config
-    if settings.lora_rank and not tokenizer.roles:
+    if settings.lora_rank and with_roles(tokenizer) is not tokenizer:
         raise UserError(
             f"LORA_RANK={settings.lora_rank}: {source} has no role tokens, and adapters would not "
             "learn their embeddings; must be 0 in the first fine-tuning"
@@ -3593,18 +3709,18 @@ def open_run(settings, steps, network, tokenizer, runtime, data_sha256, kept):
 def compile_features(network, width):
     """Compile the network's features for training.
 
-    Ids are padded to `width` tokens, and their rows to a power of two: each shape is compiled.
+    Ids and documents are padded to `width` tokens, and their rows to a power of two: each shape is compiled.
     """
     eager = network.features
     compiled = torch.compile(eager, dynamic=False)
 
-    def features(ids):
+    def features(ids, doc):
         if not torch.is_grad_enabled():
-            return eager(ids)
+            return eager(ids, doc=doc)
         rows, tokens = ids.shape
         more_rows = (1 << (rows - 1).bit_length()) - rows
-        padded = F.pad(ids, (0, width - tokens, 0, more_rows))
-        return compiled(padded)[:rows, :tokens]
+        padded = [F.pad(x, (0, width - tokens, 0, more_rows)) for x in (ids, doc)]
+        return compiled(padded[0], doc=padded[1])[:rows, :tokens]
 
     network.features = features
 
@@ -3763,12 +3879,8 @@ def parse_pair(row, tokenizer, settings):
     margin = row.get("margin", settings.margin)
     if not isinstance(margin, int | float) or not abs(margin) < math.inf:
         raise RowError("field 'margin' is no number")
-    roles = tokenizer.roles
-    prompt, _ = turn_ids(tokenizer, before)
-    prompt = torch.tensor([*prompt, roles["<|assistant|>"]])
-    chosen, rejected = [
-        torch.tensor([*tokenizer.encode(answer), roles["<|end|>"]]) for answer in answers
-    ]
+    prompt = torch.tensor(asked_ids(tokenizer, before))
+    chosen, rejected = [torch.tensor(answer_ids(tokenizer, before, answer)) for answer in answers]
     if torch.equal(chosen, rejected):
         raise RowError("chosen and rejected are the same tokens")
     if len(prompt) + max(len(chosen), len(rejected)) > settings.train_seq_len:
@@ -3781,6 +3893,7 @@ class PairBatch:
     """Pairs as 2 n rows of ids, padded on the right: the chosen answers, then the rejected ones."""
 
     ids: Tensor  # (2 n, T)
+    doc: Tensor  # (2 n, T), zeros: a row is one document
     targets: Tensor  # (2 n, T), the token after each if it is the answer's, else -1
     mask: Tensor  # (2 n, T), whether it is the answer's
     numbers: list  # of the pairs, among those of all ranks
@@ -3798,7 +3911,7 @@ def pair_batch(pairs, numbers, device):
             targets.append(F.pad(answer, (len(prompt) - 1, 1), value=-1))
     ids = pad_sequence(ids, batch_first=True).to(device)
     targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
-    return PairBatch(ids, targets, targets >= 0, list(numbers))
+    return PairBatch(ids, torch.zeros_like(ids), targets, targets >= 0, list(numbers))
 
 
 def wilson(right, n):
@@ -3824,7 +3937,7 @@ def pair_scores(network, batch, is_reward):
     if is_reward:
         rows = torch.arange(len(batch.ids), device=batch.ids.device)
         last = batch.mask.cumsum(1).argmax(1) + 1  # the end token stands after the last target
-        features = network.features(batch.ids)[rows, last]
+        features = row_features(network, batch)[rows, last]
         scores = features.to(network.w_value.dtype) @ network.w_value
     else:
         scores = token_logps(network, batch, 1.0)[0].double().sum(1)

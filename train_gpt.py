@@ -99,7 +99,8 @@ class Settings:
     eval_stride: int = 512  # stride of the sliding-window score; 0: leave that score out
     eval_stateful: bool = False  # also score whole documents with their state carried on; slow
     # model
-    arch_mode: Literal["D", "gdn", "hybrid", "baseline", "llama"] = "D"  # see ARCH_PRESETS
+    # see ARCH_PRESETS
+    arch_mode: Literal["D", "gdn", "hybrid", "baseline", "llama", "qwen2", "qwen3", "qwen3_5"] = "D"
     layer_pattern: str = "g g g g g s1 g g g g g s1"  # g GDN, s sliding window, a full attention
     num_layers: int = 0  # repeat or cut the pattern to this; 0: as long as it is
     model_dim: int = bounded(512, 16)  # width of the residual stream
@@ -109,7 +110,7 @@ class Settings:
     # kind of MLP; bio_soft is the bio-MLP with sparse events
     mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft"] = "relu2"
     mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP divided by model_dim
-    norm: str = "rms"  # rms, rms_weight or layer, or one word per layer
+    norm: str = "rms"  # one of NORMS, or one word per layer
     positions: Literal["rope", "learned", "none"] = "rope"  # how attention knows positions
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     attn_window: int = bounded(512, 1)  # keys that a query of a sliding window sees
@@ -545,8 +546,10 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
+    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode_marked: Callable = None
     roles: dict = None
+    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -1777,14 +1780,16 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
-    def context(self, ids):
+    def context(self, ids, doc):
         """Return doc, recent and positions for ids (B, T) at the beginning of texts.
 
         recent (B, CONV_TAPS-1 + T): the ids; in front stand the places that the convolution of the
-        first token reaches. doc, of the same shape: the number of each token's document.
-        positions (T,): 0, 1, 2 ...
+        first token reaches. doc, of the same shape: the number of each token's document; None: each
+        BOS begins one. positions (T,): 0, 1, 2 ...
         """
-        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        if doc is None:
+            doc = (ids == self.config.bos_id).cumsum(dim=1)
+        doc = F.pad(doc, (CONV_TAPS - 1, 0))
         recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.bos_id)
         return doc, recent, torch.arange(ids.size(1), device=ids.device)
 
@@ -1805,19 +1810,14 @@ class GPT(nn.Module):
             places.append(key % rows + (back - 1) * rows)
         return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 
-    def features(self, ids, cache=None, borders=None):
+    def features(self, ids, cache=None, borders=None, doc=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         With a cache, ids go on with the texts that it holds (see Decoder in section generation).
-        borders: see document_borders; without them attention masks by BOS.
+        borders: see document_borders; without them attention masks by `doc`, see context.
         """
         config = self.config
-        if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            raise UserError(
-                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
-                f"{config.train_seq_len}"
-            )
-        doc, recent, positions = (cache or self).context(ids)
+        doc, recent, positions = cache.context(ids) if cache else self.context(ids, doc)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
@@ -1869,6 +1869,17 @@ class GPT(nn.Module):
 # ------------------------------------------------------------------------------------------- shape
 # What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
 # gave no others; model_config takes the fields of GPTConfig that are no settings.
+LLAMA = dict(
+    layer_pattern="a",
+    num_layers=12,
+    mlp="swiglu",
+    mlp_mult=2.75,
+    norm="rms_weight",
+    qk_gain_init=0.0,
+    residual_mix=False,
+    logit_softcap=0.0,
+    embed_init_std=0.02,
+)
 ARCH_PRESETS = {
     "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
     "gdn": dict(layer_pattern="g", num_layers=10),
@@ -1876,19 +1887,14 @@ ARCH_PRESETS = {
     "baseline": dict(  # the first script of Parameter Golf
         layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
     ),
-    "llama": dict(
-        layer_pattern="a",
-        num_layers=12,
-        mlp="swiglu",
-        mlp_mult=2.75,
-        norm="rms_weight",
-        qk_gain_init=0.0,
-        residual_mix=False,
-        logit_softcap=0.0,
-        embed_init_std=0.02,
-    ),
+    # Layouts that other software loads, see quantize.py export.
+    "llama": LLAMA,
+    "qwen2": LLAMA | dict(qkv_bias=True),
+    "qwen3": LLAMA | dict(qk_norm=True),
+    "qwen3_5": LLAMA
+    | dict(layer_pattern="g g g a", norm="rms_offset", qk_norm=True, attn_gate=True),
 }
-NORMS = ("rms", "rms_weight", "layer")
+NORMS = ("rms", "rms_weight", "rms_offset", "layer")
 
 
 def model_config(settings, vocab_size, bos_id, **overrides):
@@ -2680,7 +2686,7 @@ def read_streams(data, max_weights):
     return header, arrays
 
 
-def read_artifact(path, max_weights=1 << 30):
+def read_artifact(path, max_weights=1 << 32):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
@@ -3503,7 +3509,6 @@ MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
 # A step that takes longer than this and than 20 median steps prints the stacks of all threads.
 HANG_SECONDS = 120.0
-HEAVY_FOR_CPU = 1e12  # parameters times tokens per step: about a minute per step on two cores
 
 
 def keep_memory():
@@ -3599,14 +3604,6 @@ def log_step(run, metrics):
     return report.stop_requested
 
 
-def calibration_batches(batches, run):
-    """Return the micro-batches of the training batches that would come next, for GPTQ, a list."""
-    calibration = []
-    for number in range(run.settings.gptq_calibration_batches):
-        calibration += batches.micro_batches(run.step + number)
-    return calibration
-
-
 def choose_weights(exporter, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
@@ -3698,11 +3695,9 @@ def main():
         **asdict(config),
         "manifest_sha256": data.manifest_sha256,
         "data_shares": data.shares,
-        "seed": settings.seed,
-        "train_batch_tokens": settings.train_batch_tokens,
-        "holdout_tokens": settings.holdout_tokens,
-        "optimizer": settings.optimizer,
     }
+    for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer"):
+        identity[name] = getattr(settings, name)
     run = Run(settings, runtime, plan, clock, identity)
     checkpoint = run.open()
     log = run.log
@@ -3716,13 +3711,9 @@ def main():
             "{val[decoded_bytes]} bytes, overlap {overlap_documents} documents".format(**manifest)
         )
     log(plan.describe())
-    if device.type == "cpu" and counts["total"] * settings.train_batch_tokens > HEAVY_FOR_CPU:
-        log(
-            f"warning: {counts['total']} parameters x {settings.train_batch_tokens} tokens take "
-            "minutes a step on a CPU; configs/cpu.env is made for CPUs"
-        )
     choose_kernels(settings.kernels, network, runtime, log)
-    log("warm-up: compiling and allocating, outside the clock")
+    # On a CPU the default settings take minutes a step.
+    log("warm-up: compiling and allocating, outside the clock; configs/cpu.env is made for CPUs")
     warm_up(model, optimizers, batches, settings)
     log(
         f"batch: {batches.rows // batches.micro_rows} micro-steps of {batches.micro_rows} windows "
@@ -3814,8 +3805,12 @@ def main():
     chosen = choose_weights(
         exporter, averages, run, functools.partial(scorer.score, model, data.held_out)
     )
-    # QAT fits the weights to the codes; without it GPTQ chooses the codes.
-    calibration = [] if "qat" in plan.phases else calibration_batches(batches, run)
+    # QAT fits the weights to the codes. Without it GPTQ chooses the codes, by the training batches
+    # that would come next.
+    calibration = []
+    if "qat" not in plan.phases:
+        for number in range(settings.gptq_calibration_batches):
+            calibration += batches.micro_batches(run.step + number)
     content = exporter.pack(calibration)
     clock.stop()
     artifact = run.write_artifact(content)

@@ -557,8 +557,10 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
+    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode_marked: Callable = None
     roles: dict = None
+    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -680,32 +682,40 @@ def load_tokenizer(path):
 
 
 def add_encoder(tokenizer):
-    """Give a Tokenizer its attributes `encode` and `roles`, and return it.
+    """Give a Tokenizer its attributes from `encode` on, and return it.
 
-    encode: from a text to ids without BOS, where special tokens are plain text. roles: the ids of
-    ROLE_TOKENS, {} if it has none. Raises UserError.
+    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
+    imported model, the same, but its added tokens are what they stand for. roles: the ids of
+    ROLE_TOKENS, {} if it has none. facts: those of ENCODINGS, or of an imported model (see
+    quantize.py). Raises UserError.
     """
     name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name)
+    facts = ENCODINGS.get(name, {})
     if facts and tokenizer.sha256 != facts["sha256"]:
         raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model, see quantize.py
+    if tokenizer.content.startswith(b"{"):  # of an imported model
         facts = json.loads(tokenizer.content)
+    tokenizer.facts = facts
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
+        added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        for text in added:  # some of them are shown as text, and no merge makes them
+            ranks.pop(text.encode(), None)
         bpe = tiktoken.Encoding(
-            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens=added
         )
-        tokenizer.encode = bpe.encode_ordinary
+        normalize = str
         if facts.get("nfc"):  # Unicode's normal form in which accents are part of their letters
             normalize = functools.partial(unicodedata.normalize, "NFC")
-            tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
+        tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
+        tokenizer.encode_marked = lambda text: bpe.encode(normalize(text), allowed_special="all")
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
         tokenizer.encode = model.encode
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
@@ -716,6 +726,75 @@ def add_encoder(tokenizer):
 
 
 # === end: encoding ===
+
+
+# === shared: template ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
+@functools.cache
+def compile_template(source):
+    """Return the function that renders a chat template, by jinja2, as transformers does.
+
+    A template that asks for the date does not get it: texts are the same on every day. Raises
+    UserError, as the function does.
+    """
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise UserError("the model's chat template needs jinja2: pip install jinja2") from None
+
+    def refuse(message):
+        raise UserError(f"chat template: {message}")
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
+    try:
+        template = environment.from_string(source)
+    except TemplateError as error:
+        refuse(error)
+
+    def render(**values):
+        try:
+            return template.render(**values)
+        except TemplateError as error:
+            refuse(error)
+
+    return render
+
+
+def chat_text(tokenizer, turns, ask):
+    """Return the text of turns, (role token, text), by the chat template of an imported model.
+
+    ask: whether it ends where an answer of the assistant begins.
+    """
+    messages = [{"role": role.strip("<|>"), "content": text} for role, text in turns]
+    render = compile_template(tokenizer.facts["template"])
+    values = dict(messages=messages, add_generation_prompt=ask, tools=None, documents=None)
+    return render(**values, **tokenizer.facts["names"])
+
+
+# === end: template ===
+
+
+# === shared: prompt ===
+def asked_ids(tokenizer, turns):
+    """Return the ids of turns, (role token, text), up to where an answer of the assistant begins."""
+    if "template" in tokenizer.facts:
+        return tokenizer.encode_marked(chat_text(tokenizer, turns, True))
+    ids = begin_ids(tokenizer)
+    for role, text in turns:
+        ids += [tokenizer.roles[role], *tokenizer.encode(text), tokenizer.roles["<|end|>"]]
+    return [*ids, tokenizer.roles["<|assistant|>"]]
+
+
+# === end: prompt ===
 
 
 # === shared: text ===
@@ -729,16 +808,21 @@ def decode_bytes(tokenizer, ids):
 
 
 def chat_ids(tokenizer, prompt):
-    """Return the ids of a prompt, as a document begins, and the token that ends the answer to it.
+    """Return the ids of a prompt, a user's turn, up to where the answer begins.
 
-    With role tokens the prompt is a user's turn. Without, it is a line, and the BOS of the next
-    document ends the answer.
+    Without role tokens and chat template it is a line.
     """
-    roles = tokenizer.roles
-    if not roles:
-        return [tokenizer.bos_id, *tokenizer.encode(prompt + "\n")], tokenizer.bos_id
-    turn = [roles["<|user|>"], *tokenizer.encode(prompt), roles["<|end|>"]]
-    return [tokenizer.bos_id, *turn, roles["<|assistant|>"]], roles["<|end|>"]
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return asked_ids(tokenizer, [("<|user|>", prompt)])
+    return [*begin_ids(tokenizer), *tokenizer.encode(prompt + "\n")]
+
+
+def stop_ids(tokenizer):
+    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
+    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
+    if tokenizer.roles:
+        stop.add(tokenizer.roles["<|end|>"])
+    return frozenset(stop)
 
 
 def completion(tokenizer, prompt, ids):
@@ -1623,14 +1707,16 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
-    def context(self, ids):
+    def context(self, ids, doc):
         """Return doc, recent and positions for ids (B, T) at the beginning of texts.
 
         recent (B, CONV_TAPS-1 + T): the ids; in front stand the places that the convolution of the
-        first token reaches. doc, of the same shape: the number of each token's document.
-        positions (T,): 0, 1, 2 ...
+        first token reaches. doc, of the same shape: the number of each token's document; None: each
+        BOS begins one. positions (T,): 0, 1, 2 ...
         """
-        doc = F.pad((ids == self.config.bos_id).cumsum(dim=1), (CONV_TAPS - 1, 0))
+        if doc is None:
+            doc = (ids == self.config.bos_id).cumsum(dim=1)
+        doc = F.pad(doc, (CONV_TAPS - 1, 0))
         recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.bos_id)
         return doc, recent, torch.arange(ids.size(1), device=ids.device)
 
@@ -1651,19 +1737,14 @@ class GPT(nn.Module):
             places.append(key % rows + (back - 1) * rows)
         return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 
-    def features(self, ids, cache=None, borders=None):
+    def features(self, ids, cache=None, borders=None, doc=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         With a cache, ids go on with the texts that it holds (see Decoder in section generation).
-        borders: see document_borders; without them attention masks by BOS.
+        borders: see document_borders; without them attention masks by `doc`, see context.
         """
         config = self.config
-        if config.positions == "learned" and ids.size(1) > config.train_seq_len:
-            raise UserError(
-                f"POSITIONS='learned': {ids.size(1)} tokens in a text, at most TRAIN_SEQ_LEN="
-                f"{config.train_seq_len}"
-            )
-        doc, recent, positions = (cache or self).context(ids)
+        doc, recent, positions = cache.context(ids) if cache else self.context(ids, doc)
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
@@ -1728,7 +1809,9 @@ class Lora(nn.Module):
         self.register_buffer("scale", weight.new_tensor(alpha / rank))
 
     def forward(self, weight):
-        return torch.addmm(weight, self.scale * self.lora_b, self.lora_a)
+        """Return the sum, made in the adapter's dtype, in that of the weight, which may be frozen."""
+        total = torch.addmm(weight.to(self.lora_a), self.scale * self.lora_b, self.lora_a)
+        return total.to(weight)
 
 
 def setup_lora_adapter(model, rank=8, alpha=16.0):
@@ -1755,17 +1838,22 @@ def setup_lora_adapter(model, rank=8, alpha=16.0):
 
 @torch.no_grad()
 def merge_lora(model):
-    """Add the adapters to the weights, as QAT and export need it, and return the plain model."""
+    """Add the adapters to the weights, as QAT and export need it, and return the plain model.
+
+    All weights are float32 afterwards, those that were frozen in bfloat16 too, and so are the sums.
+    """
+    for param in model.parameters():
+        param.data = widened(param.data)
     for module in list(model.modules()):
         if not parametrize.is_parametrized(module):
             continue
         weights = {name: part.original for name, part in module.parametrizations.items()}
-        merged = {name: getattr(module, name).clone() for name in weights}
+        for name, weight in weights.items():
+            weight.copy_(getattr(module, name))
         # torch's own removal changes the class, which copies of the module share.
         module.__class__ = type(module).__base__
         del module.parametrizations
         for name, weight in weights.items():
-            weight.copy_(merged[name])
             setattr(module, name, weight)
     return model
 
@@ -2514,7 +2602,7 @@ def read_streams(data, max_weights):
     return header, arrays
 
 
-def read_artifact(path, max_weights=1 << 30):
+def read_artifact(path, max_weights=1 << 32):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
     Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
@@ -2673,8 +2761,11 @@ def pack_artifact(tensors, coded, **header):
 
 # === shared: weights ===
 def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays."""
-    if tokenizer.roles:
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
         return tokenizer
     count = len(ROLE_TOKENS)
     return replace(
@@ -2706,7 +2797,8 @@ def load_model(name, path):
             )
         meta = json.loads((file / "meta.json").read_bytes())
         shape = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True)
+        # The file's own pages are the weights: they are read once, and copied where they change.
+        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
         sha256 = sha256_file(beside[0]) if beside else None
     else:
@@ -2721,6 +2813,8 @@ def load_model(name, path):
         sha256 = header["tokenizer_sha256"]
 
     tokenizer = load_tokenizer((beside or ["bytes"])[0])
+    if "template" in tokenizer.facts:
+        compile_template(tokenizer.facts["template"])  # or a UserError, now and not in mid-run
     vocab_size = shape["vocab_size"]
     if vocab_size == tokenizer.vocab_size + len(ROLE_TOKENS):
         tokenizer = with_roles(tokenizer)  # post-training has added them
@@ -2730,19 +2824,23 @@ def load_model(name, path):
             f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
-    network = GPT(GPTConfig(**{field: shape[field] for field in known}))
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
-    if ranks:
-        setup_lora_adapter(network, ranks[0])
-    if "w_value" in tensors:
-        add_value_head(network)
-    network.load_state_dict(tensors)
+    with torch.device("meta"):  # takes no memory: the tensors become the weights
+        network = GPT(GPTConfig(**{field: shape[field] for field in known}))
+        if ranks:
+            setup_lora_adapter(network, ranks[0])
+        if "w_value" in tensors:
+            add_value_head(network)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
     return network, tokenizer, str(file)
 
 
 def add_value_head(network):
     """Give the network `w_value` (dim,), zeros. Times the features it is a reward or a value."""
-    network.w_value = nn.Parameter(torch.zeros_like(network.embed[0]))
+    network.w_value = nn.Parameter(torch.zeros_like(widened(network.embed[0])))
 
 
 # === end: weights ===
@@ -3250,14 +3348,17 @@ class Decoder:
                 layer.kept[name] = F.pad(layer.kept[name], (0, 0, 0, ROOM))
 
     def context(self, ids):
-        """Return doc, recent and positions (B, T) of ids (B, T), see GPT.context."""
+        """Return doc, recent and positions (B, T) of ids (B, T), see GPT.context.
+
+        A text is one document, whatever its tokens are, and its padding another.
+        """
         reach = self.used + torch.arange(1 - CONV_TAPS, ids.size(1), device=ids.device)
         self.slots = reach[CONV_TAPS - 1 :]
         self.used += ids.size(1)
         texts = self.kept["ids"].index_copy_(1, self.slots, ids)  # (B, room)
         padding = self.kept["padding"]
         places = torch.arange(texts.size(1), device=ids.device)
-        docs = ((texts == self.network.config.bos_id) | (places == padding)).cumsum(dim=1)
+        docs = places >= padding
         self.distance = self.slots[:, None] - places  # (T, room)
         self.is_seen = (self.distance >= 0) & (docs[:, self.slots, None] == docs[:, None])
         return docs[:, reach], texts[:, reach], (self.slots - padding).clamp(0)
@@ -3308,7 +3409,9 @@ def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, 
     products. stop: ids that end a sample. See `draw`.
     """
     samples = []
-    share = max(1, 4096 // count)  # prompts in a batch, whose memory their texts bound
+    # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
+    texts = min(4096, 2**28 // network.config.vocab_size)
+    share = max(1, texts // count)  # prompts in a batch
     for start in range(0, len(prompts), share):
         batch = slice(start, start + share)
         draws = [
@@ -3451,33 +3554,36 @@ def problems_of_step(problems, step, count):
 
 
 # === shared: responses ===
-def row_features(network, ids):
-    """Return the features of rows (B, T, dim) for ids (B, T), padded on the right.
+def row_features(network, batch):
+    """Return the features of rows (B, T, dim) for batch.ids and batch.doc (B, T), padded on the right.
 
     On CUDA rows are padded to a multiple of 256 tokens: each new length would take up to a second,
     to be compiled or planned.
     """
-    length = ids.size(1)
-    more = -length % 256 if ids.is_cuda else 0
+    length = batch.ids.size(1)
+    more = -length % 256 if batch.ids.is_cuda else 0
     if more and network.config.positions == "learned":
         more = max(0, min(more, network.config.train_seq_len - length))
-    return network.features(F.pad(ids, (0, more)))[:, :length]
+    ids, doc = (F.pad(x, (0, more)) for x in (batch.ids, batch.doc))
+    return network.features(ids, doc=doc)[:, :length]
 
 
 def token_logps(network, batch, temperature):
     """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
 
-    Both are 0 where batch.mask is false. Logits are made for 4,096 tokens at a time and made again
+    Both are 0 where batch.mask is false. Logits are made for some tokens at a time and made again
     in the backward pass: all of them, (B, T, vocabulary), would take more memory than the network.
     """
+    # Several tensors of these logits live at a time, of up to 1 GiB in float32.
+    count = min(4096, 2**28 // network.config.vocab_size)
 
     def chunk_logps(features, targets):
         logps = (network.logits(features) / temperature).log_softmax(-1)  # (tokens, vocabulary)
         entropies = torch.special.entr(logps.detach().exp()).sum(-1)
         return logps.gather(1, targets[:, None])[:, 0], entropies
 
-    features = row_features(network, batch.ids)[batch.mask].split(4096)  # (tokens, dim) each
-    targets = batch.targets[batch.mask].split(4096)
+    features = row_features(network, batch)[batch.mask].split(count)  # (tokens, dim) each
+    targets = batch.targets[batch.mask].split(count)
     chunks = [
         checkpoint(chunk_logps, *chunk, use_reentrant=False)
         for chunk in zip(features, targets, strict=True)
@@ -3532,12 +3638,25 @@ def load_start(settings, runtime):
 
 
 def adapt(network, settings):
-    """With LORA_RANK, put adapters on the network, and train these alone."""
+    """With LORA_RANK, put adapters on the network, and train these alone.
+
+    On CUDA the network computes in bfloat16, so its frozen weights are kept in it.
+    """
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        for name, param in network.named_parameters():
-            param.requires_grad_(".lora_" in name)
+        freeze(network, torch.bfloat16 if network.embed.is_cuda else None)
+
+
+def freeze(network, dtype):
+    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given.
+
+    Vectors are small, and some pass through exp and softplus.
+    """
+    for name, param in network.named_parameters():
+        param.requires_grad_(".lora_" in name)
+        if dtype and not param.requires_grad and param.ndim > 1:
+            param.data = param.data.to(dtype)
 
 
 def policy_optimizers(network, settings, runtime):
@@ -3553,7 +3672,9 @@ def fitting_tokens(network, device):
     free = 1 << 30
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-    return max(4096, free // 2 // (100 * network.config.model_dim * len(network.layers)))
+    # By tools/experiments/memory.py a token takes 75 to 107 bytes per channel and layer of Llama and
+    # Qwen3, and 247 of Qwen3.5, whose Gated DeltaNet is wider.
+    return max(4096, free // 2 // (250 * network.config.model_dim * len(network.layers)))
 
 
 # === end: start ===
@@ -3662,8 +3783,9 @@ def make_batches(rows, device, tokens):
     """Return rows (prompt ids, response ids, log-probabilities, advantage) as padded batches.
 
     A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
-    enters a state. ids (B, T); targets (B, T), the token after each if it is the response's, else
-    -1; mask, where it is; sampled (B, T), the log-probabilities; advantages (B,).
+    enters a state. ids (B, T); doc (B, T), zeros, because a row is one document; targets (B, T),
+    the token after each if it is the response's, else -1; mask, where it is; sampled (B, T), the
+    log-probabilities; advantages (B,).
     """
     rows = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
     batches = []
@@ -3677,10 +3799,12 @@ def make_batches(rows, device, tokens):
             ids.append(torch.tensor([*prompt, *response[:-1]]))
             targets.append(torch.tensor([*[-1] * before, *response]))
             sampled.append(torch.tensor([*[0.0] * before, *logps]))
+        ids = pad_sequence(ids, batch_first=True).to(device)
         targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
         batches.append(
             SimpleNamespace(
-                ids=pad_sequence(ids, batch_first=True).to(device),
+                ids=ids,
+                doc=torch.zeros_like(ids),
                 targets=targets,
                 mask=targets >= 0,
                 sampled=pad_sequence(sampled, batch_first=True).to(device),
@@ -3741,7 +3865,7 @@ class PolicyTrainer:
         )
         self.table = quant_table(settings)
         self.qat = False
-        self.stop = frozenset([chat_ids(tokenizer, "")[1]])  # tokens that end an answer
+        self.stop = stop_ids(tokenizer)
         self.steps = 0  # of train_step and train so far
 
     def weights(self):
@@ -3750,7 +3874,7 @@ class PolicyTrainer:
 
     def prompt_ids(self, queries):
         """Return the ids of the prompts. Raises UserError if there is no room for an answer to one."""
-        prompts = [chat_ids(self.tokenizer, prompt_of(query))[0] for query in queries]
+        prompts = [chat_ids(self.tokenizer, prompt_of(query)) for query in queries]
         longest = max(map(len, prompts))
         length = self.settings.max_new_tokens
         context = self.network.config.train_seq_len
@@ -4059,7 +4183,7 @@ def load_judge(settings, tokenizer, runtime):
             f"{prefix} has tokenizer {own_tokenizer.file}, the policy {tokenizer.file}; must be "
             "the same"
         )
-    return network.to(runtime.device)
+    return merge_lora(network).to(runtime.device)
 
 
 @torch.no_grad()
@@ -4075,7 +4199,7 @@ def answer_values(network, answers, tokens):
         rows.append(([*answer.prompt, *answer.ids], [0], [0.0], number))
     values = torch.zeros(len(answers))
     for batch in make_batches(rows, network.embed.device, tokens):
-        last = network.features(batch.ids)[batch.mask]  # (answers, dim)
+        last = row_features(network, batch)[batch.mask]  # (answers, dim)
         scores = last.to(network.w_value.dtype) @ network.w_value
         values[batch.advantages.cpu()] = scores.to(values)
     return values
@@ -4234,9 +4358,9 @@ class PPOTrainer(JudgedTrainer, Saved):
         """Return log-probabilities, values and entropies (B, T), of the state in which a token of an
         answer is drawn; elsewhere 0."""
         network = self.network
-        features = row_features(network, batch.ids)
+        features = row_features(network, batch)
         trunk = SimpleNamespace(
-            features=lambda ids: features, logits=network.logits, config=network.config
+            features=lambda ids, doc: features, logits=network.logits, config=network.config
         )
         logps, entropy = token_logps(trunk, batch, self.settings.temperature)
         values = features.to(network.w_value.dtype) @ network.w_value

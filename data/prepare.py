@@ -66,8 +66,10 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and roles are of add_encoder in section encoding
+    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode_marked: Callable = None
     roles: dict = None
+    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -189,32 +191,40 @@ def load_tokenizer(path):
 
 
 def add_encoder(tokenizer):
-    """Give a Tokenizer its attributes `encode` and `roles`, and return it.
+    """Give a Tokenizer its attributes from `encode` on, and return it.
 
-    encode: from a text to ids without BOS, where special tokens are plain text. roles: the ids of
-    ROLE_TOKENS, {} if it has none. Raises UserError.
+    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
+    imported model, the same, but its added tokens are what they stand for. roles: the ids of
+    ROLE_TOKENS, {} if it has none. facts: those of ENCODINGS, or of an imported model (see
+    quantize.py). Raises UserError.
     """
     name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name)
+    facts = ENCODINGS.get(name, {})
     if facts and tokenizer.sha256 != facts["sha256"]:
         raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model, see quantize.py
+    if tokenizer.content.startswith(b"{"):  # of an imported model
         facts = json.loads(tokenizer.content)
+    tokenizer.facts = facts
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
+        added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        for text in added:  # some of them are shown as text, and no merge makes them
+            ranks.pop(text.encode(), None)
         bpe = tiktoken.Encoding(
-            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens=added
         )
-        tokenizer.encode = bpe.encode_ordinary
+        normalize = str
         if facts.get("nfc"):  # Unicode's normal form in which accents are part of their letters
             normalize = functools.partial(unicodedata.normalize, "NFC")
-            tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
+        tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
+        tokenizer.encode_marked = lambda text: bpe.encode(normalize(text), allowed_special="all")
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
         tokenizer.encode = model.encode
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)

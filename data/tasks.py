@@ -3,14 +3,14 @@
     python data/tasks.py sort                       writes data/sort.jsonl and data/sort_pairs.jsonl
     python data/tasks.py countdown --problems 5000 --seed 2 --out data/small
 
-The tasks are sort, reverse, add, countdown and zebra (see the functions below). A line of a problem
+The tasks are sort, reverse, add, countdown, zebra and story (see the functions below). A line of a problem
 file is {"prompt", "answer"}, a line of a pair file {"prompt", "chosen", "rejected"}, where the
 rejected answer has a slip. All prompts of a file are different. The same seed writes the same file.
 No other file or package is needed.
 
 The file also holds reward functions for REWARD=data/tasks.py:NAME: `countdown`, the checker of that
-task; `gsm8k`, the checker of GSM8K's own files; and `coin`, which rewards at random, for control
-runs.
+task; `gsm8k` and `gsm8k_strict`, checkers of story and of GSM8K's own files; and `coin`, which
+rewards at random, for control runs.
 """
 
 import argparse
@@ -110,12 +110,31 @@ def zebra_problem(rng):
     return ", ".join(sorted(clues)), ", ".join(map(" ".join, houses))
 
 
+def story_problem(rng):
+    """Return a word problem and its solution, in the format of GSM8K: the last line is `#### 14`."""
+    name = rng.choice(("Ann", "Bob", "Cid"))
+    thing = rng.choice(("pens", "cups", "figs"))
+    count = rng.randint(2, 30)
+    boxes = rng.randint(2, 9)
+    size = rng.randint(2, 9)
+    bought = boxes * size
+    total = count + bought
+    lost = rng.randint(1, 9)
+    question = (
+        f"{name} has {count} {thing}, buys {boxes} boxes of {size} {thing} and loses {lost}. "
+        f"How many {thing} are left?"
+    )
+    steps = f"{boxes}*{size}={bought}. {count}+{bought}={total}. {total}-{lost}={total - lost}."
+    return question, f"{steps}\n#### {total - lost}"
+
+
 TASKS = {
     "sort": sort_problem,
     "reverse": reverse_problem,
     "add": add_problem,
     "countdown": countdown_problem,
     "zebra": zebra_problem,
+    "story": story_problem,
 }
 
 
@@ -136,10 +155,57 @@ def final_number(text):
     return Decimal(number[1] if number else "NaN")
 
 
+# A number in a text: a sign that is no minus between two numbers, a dollar sign, commas between
+# thousands. What it reads is in the last group.
+NUMBER = r"((?:(?<![\w)])-)?)\\?\$?((?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+))"
+
+
+def last_number(text):
+    """Return the number behind `####`, else in the last `\\boxed{...}`, else the last one; or NaN.
+
+    These are the places where TRL's examples and lm-eval's flexible-extract look for an answer.
+    """
+    number = final_number(text)
+    if not number.is_nan():
+        return number
+    _, boxed, rest = text.rpartition("\\boxed{")
+    numbers = re.findall(NUMBER, rest.partition("}")[0] if boxed else text)
+    if not numbers:
+        return Decimal("NaN")
+    sign, digits = numbers[0 if boxed else -1]
+    return Decimal(sign + digits.replace(",", ""))
+
+
+def has_format(text):
+    """Return whether a text ends with a line `#### N`, or has a number in a `\\boxed{...}`."""
+    is_last_line = re.search(r"(^|\n)#### -?[0-9.,]*[0-9]\s*$", text)
+    return bool(is_last_line or re.search(r"\\boxed\{" + NUMBER, text))
+
+
 def gsm8k(prompts, completions, answer, **columns):
-    """Return 1.0 for each completion with its answer's final_number, else 0.0; NaN equals nothing."""
+    """Return 1.0 for each completion with its answer's number, and 0.1 more for the right format.
+
+    A completion counts as right from 1 on, so a right number without the format does, and the
+    format alone does not. See last_number and has_format; the answer has a line `#### N`.
+    """
+    rewards = []
+    for text, right in zip(completions, answer, strict=True):
+        is_right = last_number(text) == final_number(right)  # NaN equals nothing
+        rewards.append(is_right + 0.1 * has_format(text))
+    return rewards
+
+
+def gsm8k_strict(prompts, completions, answer, **columns):
+    """Return 1.0 for each completion with its answer's final_number, else 0.0; NaN equals nothing.
+
+    This is GSM8K's own grader, and lm-eval's strict-match.
+    """
     pairs = zip(completions, answer, strict=True)
     return [float(final_number(text) == final_number(right)) for text, right in pairs]
+
+
+# Tasks whose answers are not compared letter by letter.
+CHECKERS = {"countdown": countdown, "story": gsm8k_strict}
 
 
 def coin(prompts, completions, **columns):
@@ -180,8 +246,8 @@ def slip(task, prompt, answer, rng):
         changed = (rest[:1] + char + rest[1:], other + rest, rest, char + char + rest)
         wrong = answer[:place] + rng.choice(changed)
         is_right = wrong.strip() == answer
-        if task == "countdown":
-            is_right = countdown([prompt], [wrong]) == [1.0]
+        if task in CHECKERS:
+            is_right = CHECKERS[task]([prompt], [wrong], answer=[answer]) == [1.0]
         if wrong.strip() and not is_right:
             return wrong
 

@@ -227,12 +227,12 @@ TALK = [(SYSTEM, "s"), (USER, "hi é"), (ASSISTANT, "ho"), (USER, ""), (ASSISTAN
 
 
 def test_ids_of_turns_by_hand():
-    ids, counts = S.turn_ids(BYTES, TALK[:3])
+    ids, counts = F.turn_ids(BYTES, TALK[:3])
     question = [byte + 4 for byte in "hi é".encode()]
     assert ids == [1, 260, 119, 263, 261, *question, 263, 262, 108, 115, 263]
     assert counts == [False] * (1 + 3 + 7 + 1) + [True] * 3  # "ho" and its end, not the role token
-    assert S.turn_ids(BYTES, [("", "ab")]) == ([1, 101, 102, 1], [False, True, True, True])
-    assert S.turn_ids(BYTES, []) == ([1], [False])
+    assert F.turn_ids(BYTES, [("", "ab")]) == ([1, 101, 102, 1], [False, True, True, True])
+    assert F.turn_ids(BYTES, []) == ([1], [False])
 
 
 @pytest.fixture(params=["bytes", "own", "prefix", "tiktoken"])
@@ -263,9 +263,10 @@ def test_ids_of_turns_part_by_part(tokenizer):
             assert not special & {*body}  # what looks like a role token is text
             expected += [roles[role], *body, roles[END]] if role else [*body, tokenizer.bos_id]
             mask += [False] * bool(role) + [role in ("", ASSISTANT)] * (len(body) + 1)
-        assert S.turn_ids(tokenizer, turns) == (expected, mask)
-    ids, _ = S.turn_ids(tokenizer, [(USER, "the cat")])
-    prompt = ([*ids, roles[ASSISTANT]], roles[END])
+        assert F.turn_ids(tokenizer, turns) == (expected, mask)
+    ids, _ = F.turn_ids(tokenizer, [(USER, "the cat")])
+    prompt = [*ids, roles[ASSISTANT]]
+    assert S.stop_ids(tokenizer) >= {roles[END], tokenizer.bos_id}
     assert S.chat_ids(tokenizer, "the cat") == prompt
     assert S.prompt_ids(tokenizer, [(USER, "the cat")], "chat") == prompt
 
@@ -351,7 +352,7 @@ def as_bytes(text):
 
 
 def prompt_of(*turns):
-    return S.prompt_ids(BYTES, [*turns], "chat")[0]
+    return S.prompt_ids(BYTES, [*turns], "chat")
 
 
 @pytest.fixture
@@ -438,10 +439,10 @@ def test_an_answer_is_what_generate_draws(talk, tmp_path):
 
 def test_a_tokenizer_without_roles_has_lines(tmp_path):
     bare = S.load_tokenizer(train_model(tmp_path / "bare.model", control_symbols=[]))
-    assert S.prompt_ids(bare, [(USER, "the cat"), (ASSISTANT, "sat"), (USER, "on")], "chat") == (
-        [1, *bare.encode("the cat\nsat\non\n")],
-        1,
-    )
+    turns = [(USER, "the cat"), (ASSISTANT, "sat"), (USER, "on")]
+    assert S.prompt_ids(bare, turns, "chat") == [1, *bare.encode("the cat\nsat\non\n")]
+    assert S.stop_ids(bare) == {1, 2}
+    assert S.answer_ids(bare, turns, "it") == [*bare.encode("it"), 1]
 
 
 def test_a_whole_process_with_a_signal(tmp_path):

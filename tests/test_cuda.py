@@ -159,13 +159,13 @@ def test_generation_and_padded_rows():
     found = torch.stack(steps, 1).log_softmax(-1)
     lengths = []
     features = network.features
-    network.features = lambda ids: lengths.append(ids.size(1)) or features(ids)
+    network.features = lambda ids, doc: lengths.append(ids.size(1)) or features(ids, doc=doc)
     for row, prompt in enumerate(prompts):
         ids = torch.tensor([[*prompt, *tokens[row].tolist()]])
         targets = ids.roll(-1)
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, len(prompt) - 1 : -1] = True
-        whole = SimpleNamespace(ids=ids, targets=targets, mask=mask)
+        whole = SimpleNamespace(ids=ids, doc=torch.zeros_like(ids), targets=targets, mask=mask)
         logps, _ = script.token_logps(network, whole, 1.0)
         step_logps = found[row, :-1].gather(1, tokens[row][:, None])[:, 0]
         assert (logps[0, len(prompt) - 1 : -1] - step_logps).abs().max() < 0.05
@@ -176,7 +176,7 @@ def test_padded_rows_stay_inside_learned_positions():
     script = forced("train_grpo")
     config = SimpleNamespace(positions="learned", train_seq_len=100)
     seen = []
-    network = SimpleNamespace(config=config, features=lambda ids: seen.append(ids) or ids)
+    network = SimpleNamespace(config=config, features=lambda ids, doc: seen.append(ids) or ids)
     for kind, length, padded in (
         ("learned", 90, 100),
         ("learned", 100, 100),
@@ -186,7 +186,8 @@ def test_padded_rows_stay_inside_learned_positions():
     ):
         config.positions = kind
         ids = torch.arange(length).repeat(2, 1)
-        assert torch.equal(script.row_features(network, ids), ids)
+        batch = SimpleNamespace(ids=ids, doc=torch.zeros_like(ids))
+        assert torch.equal(script.row_features(network, batch), ids)
         assert seen[-1].shape == (2, padded) and torch.equal(seen[-1][:, :length], ids)
 
 

@@ -311,6 +311,7 @@ def test_scores_take_the_whole_answer_and_the_value_its_last_token(reward):
         last = batch.mask.long().cumsum(1).argmax(1)[:, None] + 1
         batch.ids = torch.where(torch.arange(batch.ids.size(1)) > last, 77, batch.ids)
         batch.ids = F.pad(batch.ids, (0, 5), value=77)
+        batch.doc = torch.zeros_like(batch.ids)
         batch.targets = F.pad(batch.targets, (0, 5), value=-1)
         batch.mask = batch.targets >= 0
         assert (D.pair_scores(network, batch, reward) - scores).abs().max() < 1e-11

@@ -322,14 +322,6 @@ def test_overrides_stand_above_the_layout_and_the_settings():
         T.model_config(settings, 64, 1, atn_window=9)
 
 
-def test_learned_positions_end_with_an_error():
-    net = network("learned")
-    with pytest.raises(
-        T.UserError, match="^POSITIONS='learned': 65 tokens in a text, at most TRAIN_SEQ_LEN=64$"
-    ):
-        net(tokens(length=65))
-
-
 @by_graph
 def test_one_graph_without_breaks(choice, recompute):
     """Traced whole, with its backward pass, and called again without tracing; equal to eager."""

@@ -97,10 +97,16 @@ def same(found, wanted):
 
 
 # ------------------------------------------------------------------------------------------- caches
+def logits_of(net, texts):
+    """Return the logits of texts, each of which is one document, whatever its tokens are."""
+    ids = torch.tensor(texts)
+    return net.logits(net.features(ids, doc=torch.zeros_like(ids)))
+
+
 def logits_alone(net, prompts, more):
     """Return logits (R, T, V) of whole forward passes, from the prompts' last tokens on."""
     texts = [[*prompt, *row.tolist()] for prompt, row in zip(prompts, more, strict=True)]
-    return torch.cat([net(torch.tensor([ids]))[:, -more.size(1) - 1 :] for ids in texts])
+    return torch.cat([logits_of(net, [ids])[:, -more.size(1) - 1 :] for ids in texts])
 
 
 def check_steps(net, prompts, more, moves, tolerance):
@@ -124,8 +130,8 @@ def check_steps(net, prompts, more, moves, tolerance):
 def test_rows_of_different_lengths_go_on_as_each_alone(choice):
     """Texts of 1 to 29 tokens go on for 40: as the whole forward pass.
 
-    Windows of 5 end before the longest's begin. BOS stands inside them and comes later; two are
-    begun by none. Rows change places and leave on the way.
+    Windows of 5 end before the longest's begin. BOS stands inside them and comes later, and begins
+    no document there; two texts are begun by none. Rows change places and leave on the way.
     """
     prompts = prompts_of(3, 1, 3, 9, 17, 29)
     prompts[3][8] = prompts[4][20] = prompts[4][28] = BOS
@@ -239,7 +245,7 @@ def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass():
     for prompt, one in zip(PROMPTS, found[::2], strict=True):
         ids = list(prompt)
         for _ in range(6):
-            ids.append(int(net(torch.tensor([ids]))[0, -1].argmax()))
+            ids.append(int(logits_of(net, [ids])[0, -1].argmax()))
         assert one.ids == ids[len(prompt) :] and one.logps == [0.0] * 6
 
 
@@ -303,7 +309,7 @@ def test_samples_carry_the_log_probabilities_they_were_drawn_by(way):
     ranks = []
     for i, one in enumerate(generate(net, PROMPTS, 3, 8, way, stop=[BOS])):
         prompt = PROMPTS[i // 3]
-        rows = net(torch.tensor([[*prompt, *one.ids]]))[0, len(prompt) - 1 : -1].numpy()
+        rows = logits_of(net, [[*prompt, *one.ids]])[0, len(prompt) - 1 : -1].numpy()
         logps = []
         for row, token in zip(rows, one.ids, strict=True):
             logps.append(kept_log_probabilities(row, *way)[token])
@@ -320,7 +326,7 @@ def test_pairs_of_tokens_have_the_frequencies_of_the_model():
     net = network(dataclasses.replace(BASE, layer_pattern="g a"), vocab=6)
     prompt = [1, 5, 2]
     pairs = [*product(range(6), repeat=2)]
-    logps = net(torch.tensor([[*prompt, *pair] for pair in pairs])).log_softmax(-1)
+    logps = logits_of(net, [[*prompt, *pair] for pair in pairs]).log_softmax(-1)
     logps = logps[:, 2:4].gather(2, torch.tensor(pairs)[..., None])[..., 0].sum(1).numpy()  # (36,)
     samples = generate(net, [prompt], 3000, 2)
     drawn = [6 * one.ids[0] + one.ids[1] for one in samples]

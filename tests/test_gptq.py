@@ -184,7 +184,7 @@ def hook_sums(net, batches):
     for ids in batches:
         net(ids)
         if hasattr(net, "w_ngram"):
-            doc, recent, _ = net.context(ids)
+            doc, recent, _ = net.context(ids, None)
             add(net.w_ngram, net.ngrams(recent, doc))
     for hook in hooks:
         hook.remove()

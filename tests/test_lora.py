@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_model import SETTINGS, config, tokens
 
+import quantize as Q
 import sample as S
 import train_gpt as T
 import train_sft
@@ -322,6 +323,73 @@ def step(w: torch.Tensor) -> float:
     """The distance of neighbouring values: sums in float32 and in float64 may lie on two sides of a boundary."""
     values = w.unique()
     return values.diff().min().item()
+
+
+# ------------------------------------------------------------------------------------------- frozen weights in bfloat16
+def frozen_dtypes(net):
+    """Return (dtype, is trained, number of dimensions) of each parameter, by name."""
+    return {
+        name: (param.dtype, param.requires_grad, param.ndim)
+        for name, param in net.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_weights_in_bfloat16_train_merge_and_pack(tied):
+    settings = train_sft.Settings(lora_rank=4, qat=False, learning_rate=0.02)
+    net = network(torch.float32, tie_embeddings=tied, model_dim=32)
+    train_sft.setup_lora_adapter(net, 4, 8.0)
+    before = {name: w.clone() for name, w in net.state_dict().items()}
+    train_sft.freeze(net, torch.bfloat16)
+    for name, (dtype, is_trained, param_ndim) in frozen_dtypes(net).items():
+        is_adapter = name.endswith(("lora_a", "lora_b"))
+        is_half = param_ndim > 1 and not is_adapter
+        assert (dtype, is_trained) == (torch.bfloat16 if is_half else torch.float32, is_adapter)
+    state = net.state_dict()
+    assert all(torch.equal(w, before[name].to(w.dtype)) for name, w in state.items())
+
+    optimizers = train_sft.policy_optimizers(net, settings, ALONE)
+    frozen = {name: w.clone() for name, w in net.state_dict().items() if ".lora_" not in name}
+    ids, losses = tokens(0, 4, 40), []
+    for _ in range(12):
+        torch._foreach_zero_([param.grad for param in optimizers.params])
+        loss = nats(net, ids)
+        loss.backward()
+        assert all(param.grad.isfinite().all() for param in optimizers.params)
+        optimizers.step(1.0, torch.tensor(False))
+        losses.append(loss.item())
+    assert all(param.grad.abs().max() > 0 for param in optimizers.params)
+    assert losses[-1] < 0.9 * losses[0], losses
+    state = {name: w.clone() for name, w in net.state_dict().items()}
+    assert all(torch.equal(state[name], w) for name, w in frozen.items())
+
+    # The sums are made in float32 of the frozen weights, by quantize.py from the checkpoint too.
+    expected = dense(net)
+    own = {id(param) for name, param in net.named_parameters() if ".lora_" not in name}
+    merged = S.merge_lora(net).state_dict()
+    assert {id(param) for param in net.parameters()} == own
+    for name, w in expected.items():
+        assert merged[name].dtype == torch.float32
+        assert (merged[name] - w).abs().max() <= 2e-7 * w.abs().max()
+    by_quantize = Q.merge_adapters(state)
+    assert by_quantize.keys() == merged.keys()
+    assert all(torch.equal(by_quantize[name], w) for name, w in merged.items())
+    coded = T.quantize_all(merged, T.quant_table(T.Settings()))
+    content = T.pack_artifact(merged, coded, settings={}, tokenizer_sha256="", meta={})
+    assert len(content) > 1000
+
+
+def test_on_a_cpu_frozen_weights_stay_as_they_are():
+    net = network(torch.float32)
+    before = {name: w.clone() for name, w in net.state_dict().items()}
+    train_sft.adapt(net, train_sft.Settings(lora_rank=2, qat=False))
+    after = frozen_dtypes(net)
+    assert {dtype for dtype, _, _ in after.values()} == {torch.float32}
+    assert {name for name, (_, is_trained, _) in after.items() if is_trained} == {
+        name for name in after if ".lora_" in name
+    }
+    merged = S.merge_lora(net).state_dict()
+    assert all(torch.equal(merged[name], w) for name, w in before.items())
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

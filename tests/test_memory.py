@@ -1,82 +1,195 @@
-"""tools/experiments/memory.py: bytes counted by hand, what it prints."""
+"""tools/experiments/memory.py: counted bytes against those that a run allocates, tables."""
 
-import json
+import contextlib
 
 import pytest
+import torch
 
-import train_gpt as T
-from conftest import environment, load_tool, start
+from conftest import ROOT, environment, load_script, load_tool, start
 
 memory = load_tool("experiments/memory")
-
-# One attention layer: an embedding of 32 x 64; matrices of 128 x 64 (queries, keys, values), 64 x
-# 64, 128 x 64 and 64 x 128; a gain for each of two heads. The layout of ARCH_MODE=llama has no other weights.
-TINY = dict(
-    arch_mode="llama",
-    layer_pattern="a",
-    num_layers=1,
-    model_dim=64,
-    num_heads=2,
-    num_kv_heads=1,
-    mlp="relu2",
-    mlp_mult=2.0,
-    norm="rms",
-    qk_gain_init=4.0,
-    vocab_size=32,
-)
-EMBEDDING, MATRICES, GAIN = 32 * 64, (8192, 4096, 8192, 8192), 2
-POLICY = EMBEDDING + sum(MATRICES) + GAIN
-ADAPTER = 3 * 2 * (128 + 64) + 2 * (64 + 64)  # of rank 2: w_qkv, w_up and w_down; w_o
-SCALES = 4 * 4  # of the four adapters
-# AdamW has two moments and a counter a tensor; adapters have it under Muon too.
-STATE = {
-    "adamw": 8 * POLICY + 4 * 6,
-    "muon": 4 * sum(MATRICES) + 8 * (EMBEDDING + GAIN) + 4 * 2,
+ALONE = (0, 1, torch.device("cpu"), False)
+TINY = {
+    "Qwen3.5": dict(
+        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=224,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        vocab_size=2000,
+    ),
+    "Llama": dict(
+        num_hidden_layers=3,
+        hidden_size=96,
+        intermediate_size=192,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
+        vocab_size=1000,
+    ),
 }
-HEAD = 8 * 64 + 4  # state of a value head
+LIKE = {"Qwen3.5": "Qwen3.5-0.8B", "Llama": "Llama-3.2-1B"}
+RL = "MAX_NEW_TOKENS=64 PROMPTS_PER_STEP=4 GROUP_SIZE=4 MICRO_BATCH_TOKENS=1024"
+CASES = [
+    ("Qwen3.5", "train_sft", "TRAIN_SEQ_LEN=256 MICRO_BATCH_TOKENS=1024 QAT=0"),
+    ("Qwen3.5", "train_sft", "TRAIN_SEQ_LEN=256 MICRO_BATCH_TOKENS=1024 OPTIMIZER=adamw8bit"),
+    ("Qwen3.5", "train_grpo", f"{RL} KL_BETA=0.1 QAT=0 LORA_RANK=4"),
+    ("Llama", "train_grpo", f"{RL} OPTIMIZER=muon EMA=0 ACTIVATION_CHECKPOINTING=1"),
+    ("Llama", "train_dpo", "TRAIN_SEQ_LEN=512 MICRO_BATCH_TOKENS=2048 OPTIMIZER=lion QAT=0"),
+]
+cases = pytest.mark.parametrize(("model", "script", "given"), CASES)
 
 
-@pytest.mark.parametrize("optimizer", STATE)
-@pytest.mark.parametrize("tied", [True, False])
-def test_bytes_by_hand(optimizer, tied):
-    rows = memory.measure(T.Settings(**TINY, tie_embeddings=tied), [optimizer], rank=2)
-    untied = 0 if tied else EMBEDDING  # the policy's output head; a critic has none
-    policy = 4 * (POLICY + untied)
-    state = STATE[optimizer] + (8 * EMBEDDING + 4 if untied else 0)
-    critic = 4 * (POLICY + 64)
-    ppo = [policy + critic, policy + critic, state + STATE[optimizer] + HEAD]
-    adapters = 8 * ADAPTER + 4 * 8
-    lora = [policy + 4 * ADAPTER + SCALES, 4 * ADAPTER, adapters]
-    lora_critic = [critic + 4 * ADAPTER + SCALES, 4 * (ADAPTER + 64), adapters + HEAD]
-    lora_ppo = [one + two for one, two in zip(lora, lora_critic, strict=True)]
-    expected = {
-        "PPO, reference": [*ppo, policy],
-        "PPO": [*ppo, 0],
-        "GRPO or GSPO, reference": [policy, policy, state, policy],
-        "GRPO or GSPO": [policy, policy, state, 0],
-        "LoRA PPO, reference": [*lora_ppo, 4 * ADAPTER],
-        "LoRA PPO": [*lora_ppo, 0],
-        "LoRA GRPO or GSPO, reference": [*lora, 4 * ADAPTER],
-        "LoRA GRPO or GSPO": [*lora, 0],
+def plan(model, script, given):
+    """Return a script, the config of a tiny network of a model's layout, and settings."""
+    module = load_script(ROOT / f"{script}.py")
+    published = memory.MODELS[LIKE[model]] | TINY[model]
+    return module, memory.network_config(module, published), memory.read_settings(module, given)
+
+
+def peak_of(profiler):
+    """Return the most bytes that the operators of a profile held at a time."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.nbytes()]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def allocated(action):
+    """Return the bytes that PyTorch's allocator gave out for an action, at its peak."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        action()
+    return peak_of(profiler)
+
+
+@cases
+def test_counted_bytes_are_those_that_a_run_allocates(model, script, given):
+    module, config, settings = plan(model, script, given)
+    with memory.FakeTensorMode():
+        counted = memory.count(module, config, settings, 192, torch.float32)
+
+    network = memory.make_network(module, config, settings, torch.float32)
+    optimizers = module.policy_optimizers(network, settings, module.Runtime(*ALONE))
+    length = memory.row_length(settings, 192)
+
+    def step():
+        memory.train(module, network, optimizers, settings, length)
+
+    step()
+    trained = [param for param in network.parameters() if param.requires_grad]
+    state = [w for tensors in optimizers.state_dict().values() for w in tensors.values()]
+    weights = [*network.parameters(), *network.buffers()]
+    averages = [module.Average(trained) for name in ("ema", "swa") if getattr(settings, name)]
+    for average in averages:
+        average.update(0.0)
+    exact = {
+        "weights": weights,
+        "gradients": [param.grad for param in trained],
+        "optimizer": state,
+        "averages": [value for average in averages for value in average.values],
+        "reference": trained if getattr(settings, "kl_beta", 0) else [],
     }
-    assert {row["method"]: [row[part] for part in memory.PARTS] for row in rows} == expected
-    for row in rows:
-        assert row["total"] == sum(expected[row["method"]])
-        ppo = "LoRA PPO, reference" if "LoRA" in row["method"] else "PPO, reference"
-        assert row["of_ppo"] == row["total"] / sum(expected[ppo])
+    for name, tensors in exact.items():
+        assert counted[name] == sum(tensor.nbytes for tensor in tensors), name
+    assert counted["step"] == pytest.approx(allocated(step), rel=0.1)
+    if script == "train_grpo":
+        sampled = allocated(lambda: memory.sample(module, network, settings, 192))
+        assert counted["sampling"] == pytest.approx(sampled, rel=0.1)
+    else:
+        assert counted["sampling"] == 0
 
 
-def test_the_command(tmp_path):
-    lines = [f"{name.upper()}={value}\n" for name, value in TINY.items()]
-    (tmp_path / "tiny.env").write_text("".join(lines))
-    words = f"--optimizers adamw --config {tmp_path}/tiny.env --out {tmp_path}/out.json --set"
-    done = start([memory.__file__, *words.split(), "VOCAB_SIZE=64"], environment())
-    policy = POLICY + 32 * 64
-    said = f"{policy:,} parameters, 64 tokens, float32 everywhere, LoRA rank 8\n"
-    assert done.stdout.startswith(said), done.stderr
-    assert (
-        "\nadamw: 44.5% with a reference and 55.6% without, if PPO has a reference; " in done.stdout
-    )
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    weights = {row["method"]: row["weights"] for row in rows}
-    assert weights["GRPO or GSPO"] == 4 * policy
+def test_live_bytes_behind_a_forward_are_those_that_are_saved_for_the_backward():
+    module, config, settings = plan("Qwen3.5", "train_sft", "TRAIN_SEQ_LEN=256")
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    def forward(hooks):
+        network = memory.make_network(module, config, settings, torch.float32)
+        ids = torch.zeros(4, 256, dtype=torch.long)
+        with hooks, memory.LiveBytes() as live:
+            features = network.features(ids)
+        return network, features, live.now
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    network, features, _ = forward(hooks)
+    own = {param.untyped_storage()._cdata for param in network.parameters()}
+    own.add(features.untyped_storage()._cdata)
+    size = sum(w.untyped_storage().nbytes() for place, w in saved.items() if place not in own)
+    with memory.FakeTensorMode():
+        _, features, now = forward(contextlib.nullcontext())
+        assert now - features.nbytes == pytest.approx(size, rel=0.1)
+
+
+def test_cuda_has_its_own_branches_and_they_take_less():
+    module, config, settings = plan("Llama", "train_sft", CASES[0][2])
+    with memory.FakeTensorMode():
+        plain = memory.count(module, config, settings, 0)
+        with memory.as_on_cuda(module):
+            fast = memory.count(module, config, settings, 0)
+    assert fast["step"] < 0.95 * plain["step"]
+    assert {name: fast[name] for name in memory.PARTS[:5]} == {
+        name: plain[name] for name in memory.PARTS[:5]
+    }
+
+
+def test_efficient_attention_has_the_shapes_of_the_scripts():
+    module, _, _ = plan("Llama", "train_sft", "")
+    with memory.FakeTensorMode():
+        q, k = torch.empty(2, 6, 8, 16), torch.empty(2, 3, 10, 16)
+        mask = torch.ones(2, 8, 10, dtype=torch.bool)
+        expected = module.masked_attention(q, k, k, mask)
+        assert memory.efficient_attention(q, k, k, mask).shape == expected.shape == q.shape
+
+
+PARAMETERS = {  # of the text models, as their cards and files give them
+    "Qwen3.5-0.8B": 752_393_024,
+    "Qwen3-0.6B": 596_049_920,
+    "R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "Llama-3.2-1B": 1_235_814_400,
+}
+
+
+def test_published_models_have_their_parameters():
+    module = load_script(ROOT / "train_sft.py")
+    counts = {}
+    for name, published in memory.MODELS.items():
+        with torch.device("meta"):
+            network = module.GPT(memory.network_config(module, published))
+        counts[name] = sum(param.numel() for param in network.parameters())
+    assert counts == PARAMETERS
+
+
+def test_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(memory, "MODELS", {"tiny": memory.MODELS["Llama-3.2-1B"] | TINY["Llama"]})
+    monkeypatch.setattr(memory, "PLANS", [("train_sft", "TRAIN_SEQ_LEN=256 QAT=0")])
+    monkeypatch.setattr(memory.sys, "argv", ["memory.py"])
+    assert memory.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| script | settings | tiny |"
+    assert lines[2].startswith("| train_sft | TRAIN_SEQ_LEN=256 QAT=0 | 0.")
+    words = "memory.py --model tiny --script train_sft --set QAT=0 LORA_RANK=2 EMA=0 SWA=0"
+    monkeypatch.setattr(memory.sys, "argv", words.split())
+    assert memory.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")][3:-2] == memory.PARTS
+    assert len(lines) == 4
+
+
+def test_what_is_not_there_is_refused():
+    done = start([memory.__file__, "--model", "Qwen9"], environment())
+    assert done.returncode == 2 and "invalid choice: 'Qwen9'" in done.stderr
+    words = "--script train_sft --set GROUP_SIZE=8".split()
+    done = start([memory.__file__, *words], environment())
+    assert done.returncode == 1 and done.stderr.startswith("error: GROUP_SIZE")

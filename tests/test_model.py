@@ -149,7 +149,7 @@ def test_hashed_pairs_and_triples_by_hand():
     """Rows of the table by Python's integers; nothing is seen across the start of a document."""
     net = network(5, bigram_vocab_size=50)
     ids = tokens(5, 2, 40)
-    doc, recent, _ = net.context(ids)
+    doc, recent, _ = net.context(ids, None)
     found = net.ngrams(recent, doc)
     for row, text in enumerate(ids.tolist()):
         for place, token in enumerate(text):

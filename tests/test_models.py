@@ -2,6 +2,7 @@
 tensor byte for byte.
 """
 
+import functools
 import json
 import re
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_weights import save
 
 import quantize as Q
 import sample
+import train_gpt as T
 import train_sft as S
 from conftest import ROOT, environment, start
 
@@ -216,6 +219,26 @@ def test_export_without_the_folder(transformers, imported, tmp_path):
     assert again.dtype == torch.float32 and again.config.eos_token_id == 1
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert torch.equal(again(texts()).logits, model(texts()).logits)
+
+
+@pytest.mark.parametrize("preset", ["llama", "qwen2", "qwen3", "qwen3_5"])
+def test_presets_are_models_of_transformers(transformers, imported, tmp_path, preset):
+    """A network that train_gpt.py makes is exported, loads as the preset's class, and has its logits."""
+    environ = dict(ARCH_MODE=preset, MODEL_DIM="64", NUM_HEADS="4", NUM_LAYERS="4")
+    settings = T.load_settings(T.Settings, environ, presets={"ARCH_MODE": T.ARCH_PRESETS})
+    torch.manual_seed(0)
+    network = T.GPT(T.model_config(settings, VOCAB, 1))
+    for param in network.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    imported.run("export", save(tmp_path / "run", 1, network).parent, tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    family = {"llama": "Llama", "qwen3_5": "Qwen3_5"}.get(preset, preset.title())
+    assert type(model).__name__ == f"{family}ForCausalLM"
+    ids = texts()
+    expected = model(ids).logits
+    assert expected.std() > 0.3 and (network(ids) - expected).abs().max() < 1e-4
+    if preset == "qwen3_5":
+        assert network.config.layers == "g g g a" and model.model.layers[3].self_attn.q_proj
 
 
 def test_a_folder_of_several_files_with_images(imported, tmp_path):
@@ -466,12 +489,11 @@ def check_adapters(imported, call, folder, run):
     assert not adapters and adapted == set(config["target_modules"])
     assert {"q_proj", "k_proj", "in_proj_qkv", "in_proj_z", "gate_proj", "down_proj"} < adapted
     source = Q.read_weights(run, "raw")
-    assert Q.check_base(source).parent.name == folder.name
     embed = source.unmerged["embed"]
     for changed in (embed + 1, torch.cat([embed, embed[:4]])):
         source.unmerged["embed"] = changed
         with pytest.raises(Q.UserError, match="embed has changed or grown; adapters cannot"):
-            Q.check_base(source)
+            Q.adapter_files(source, Q.rebuild(source))
     code, _, error = call("export", folder.parent / "runs" / folder.name, run / "x", "--adapters")
     assert code == 2 and "has no adapters; LORA_RANK trains them" in error
     code, _, error = call("export", run, run / "x", "--adapters", "--like", folder)
@@ -527,7 +549,8 @@ def train_tokenizer(kind, size=600):
     )
     sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tools").glob("*.py"))]
     tokenizer.train_from_iterator([*sources, *hard_texts()], trainer)
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>"])
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<think>", "</think>"])
     return tokenizer
 
 
@@ -559,7 +582,7 @@ def hard_texts():
     return texts
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "llama3"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "llama3", "smollm2"])
 def test_a_tokenizer_json_encodes_as_it_does(transformers, imported, tmp_path, kind):
     """2,000 texts. The model has more rows than the tokenizer has tokens, which export gives back. BOS is
     <|endoftext|>, or what tokenizer_config.json says. Decoded ids are the text, or its normal form.
@@ -625,12 +648,18 @@ def test_what_a_tokenizer_json_must_be(transformers, refuses, tmp_path):
     path = folder / "tokenizer.json"
     refuses("no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH", folder)
     train_tokenizer("smollm2").save(str(path))
+    described = json.loads(path.read_bytes())
+    described["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
+    path.write_text(json.dumps(described))
     refuses("pre_tokenizer Digits ByteLevel: must be ByteLevel without a prefix space", folder)
     train_tokenizer("qwen2").save(str(path))
     good = json.loads(path.read_bytes())
     path.write_text(changed(good, normalizer={"type": "Lowercase"}))
     refuses("normalizer Lowercase: must be NFC or none", folder)
     model = good["model"]
+    stripped = [{**token, "lstrip": True} for token in good["added_tokens"]]
+    path.write_text(changed(good, added_tokens=stripped))
+    refuses(r"added token '<\|endoftext\|>': must strip nothing", folder)
     path.write_text(changed(good, model={**model, "byte_fallback": True}))
     refuses("model BPE: must be byte-level BPE", folder)
     merges = model["merges"]
@@ -648,3 +677,190 @@ def test_what_a_tokenizer_json_must_be(transformers, refuses, tmp_path):
     refuses("is not understood|bos_token", folder)
     path.write_text("{")
     refuses("is not understood", folder)
+
+
+# ------------------------------------------------------------------------------------ conversations
+# Templates with what published ones do: a default system turn; BOS and trimmed texts; thoughts that
+# earlier answers lose, while the last has some; a prompt that begins the thoughts.
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADERS = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n\n{{ message.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+THOUGHTS = (
+    "{% set place = namespace(last=0) %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{% set place.last = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+    "{% for message in messages %}{% set text = message.content %}"
+    "{% if message.role == 'assistant' %}{% set text = text.split('</think>')[-1].lstrip('\n') %}"
+    "{% if loop.index0 > place.last %}{% set text = '<think>\n\n</think>\n\n' + text %}{% endif %}"
+    "{% endif %}<|im_start|>{{ message.role }}\n{{ text }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = THOUGHTS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "thoughts": THOUGHTS, "thinking": THINKING}
+TALK = [("<|system|>", "Be brief."), ("<|user|>", " What is 7 x 6?\n"), ("<|assistant|>", "42")]
+TALKS = {
+    "one answer": TALK,
+    "two answers": [*TALK, ("<|user|>", "und 日本 é?"), ("<|assistant|>", "Nippon\n\n1")],
+    "no system": [*TALK[1:], ("<|user|>", "<think>"), ("<|assistant|>", "I </think> so")],
+    "ends with a question": [*TALK, ("<|user|>", "why?")],
+}
+
+
+@pytest.fixture
+def chats(transformers, imported, tmp_path):
+    """chats(template): the tokenizer of transformers, ours, and the network, of one folder."""
+
+    def make_folder(template, kind="qwen2", **config):
+        folder, out = tmp_path / "chats", tmp_path / "runs" / "chats"
+        model = make(transformers, "qwen3_5_1_to_2", vocab_size=640)
+        model.generation_config.eos_token_id = [602, 600]
+        model.save_pretrained(folder)
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=train_tokenizer(kind),
+            bos_token="<|endoftext|>",
+            eos_token="<|im_end|>",
+            chat_template=template,
+            **config,
+        )
+        tokenizer.save_pretrained(folder)
+        imported.run("import", folder, out)
+        network, found, _ = S.load_model("INIT_FROM", str(out))
+        return tokenizer, found, network
+
+    return make_folder
+
+
+def messages(turns):
+    return [{"role": role.strip("<|>"), "content": text} for role, text in turns]
+
+
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_rendered_conversations_have_the_ids_of_transformers(chats, name, talk):
+    """Prompts, and whole conversations; of these the answers that the model itself would write are learned, with the
+    token that ends them.
+    """
+    theirs, ours, _ = chats(TEMPLATES[name])
+    turns = TALKS[talk]
+    for count in range(1, len(turns) + 1):
+        if turns[count - 1][0] == "<|user|>":
+            asked = theirs.apply_chat_template(
+                messages(turns[:count]), add_generation_prompt=True, return_dict=False
+            )
+            assert sample.asked_ids(ours, turns[:count]) == asked
+    whole = theirs.apply_chat_template(messages(turns), return_dict=False)
+    keeps_earlier = name in ("chatml", "headers")
+    if talk == "ends with a question" and not keeps_earlier:
+        with pytest.raises(S.RowError, match="writes no answer as the model would"):
+            S.turn_ids(ours, turns)
+        return
+    ids, said = S.turn_ids(ours, turns)
+    if name != "thinking":
+        assert ids == whole
+    assert theirs.decode(ids) == theirs.decode(whole)
+    answers = [text for role, text in turns if role == "<|assistant|>"]
+    expected = [text + "<|im_end|>" for text in answers]
+    if not keeps_earlier:
+        # The prompt of the last two templates begins the thoughts, or does not.
+        begin = "\n</think>\n\n" if name == "thinking" else "<think>\n\n</think>\n\n"
+        text = answers[-1].split("</think>")[-1]
+        expected = [begin + text + "<|im_end|>"]
+    learned = []
+    for token, is_said, before in zip(ids, said, [False, *said], strict=False):
+        if is_said and not before:
+            learned.append([])
+        if is_said:
+            learned[-1].append(token)
+    assert [theirs.decode(part) for part in learned] == expected
+    answer = sample.answer_ids(ours, turns[:2], turns[2][1]) if talk == "one answer" else None
+    assert answer is None or answer == learned[0]
+    row = dict(messages=messages(turns))
+    said_name, _ = S.parse_row(row, ours, S.Settings())
+    some = len(answers) > len(expected)
+    assert said_name == ("messages (of 2 answers 1 learned)" if some else "messages")
+
+
+def test_tokens_of_a_conversation(chats):
+    """What ends an answer is what the folder says. Text begins without BOS. Thoughts are shown, marks are not."""
+    theirs, ours, network = chats(CHATML)
+    end, bos = theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert sample.stop_ids(ours) == {end, bos} == {602, 600} and ours.roles == {}
+    assert sample.begin_ids(ours) == [] and ours.bos_id == network.config.bos_id == bos
+    assert sample.prompt_ids(ours, [("<|user|>", "abc")], "text") == ours.encode("abc")
+    assert sample.prompt_ids(ours, [("<|user|>", "")], "text") == [bos]
+    ids = ours.encode_marked("<think>so</think> yes<|im_end|>")
+    assert sample.completion(ours, [bos], ids) == "<think>so</think> yes"
+    assert ours.encode("<think>") != ours.encode_marked("<think>") == [ids[0]]
+    assert S.with_roles(ours) is ours
+    ids, said = S.turn_ids(ours, [("", "abc")])
+    assert (ids, said) == ([*ours.encode("abc"), bos], [True] * len(ids))
+
+
+def test_bos_that_a_tokenizer_puts_before_texts(chats, monkeypatch):
+    """As Llama 3 has it, by its post-processor."""
+    tokenizers = pytest.importorskip("tokenizers")
+    plain = train_tokenizer
+
+    def with_bos(kind):
+        tokenizer = plain(kind)
+        bos = tokenizer.token_to_id("<|endoftext|>")
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
+        )
+        return tokenizer
+
+    monkeypatch.setitem(globals(), "train_tokenizer", with_bos)
+    theirs, ours, _ = chats(HEADERS, "llama3")
+    assert [*sample.begin_ids(ours), *ours.encode("abc")] == theirs.encode("abc")
+    ids, _ = S.turn_ids(ours, TALK)
+    assert ids == theirs.apply_chat_template(messages(TALK), return_dict=False)
+    assert ids.count(ours.bos_id) == 1
+
+
+def test_what_a_chat_template_must_be(chats, monkeypatch):
+    """A template may refuse a conversation, which is then left out. Faults are one line; jinja2 is named."""
+    _, ours, _ = chats(HEADERS)
+    late = [TALK[1], TALK[0], TALK[2]]
+    notes = []
+    rows = [dict(messages=messages(turns)) for turns in (TALK, late)]
+    parse = functools.partial(S.parse_row, tokenizer=ours, settings=S.Settings())
+    assert len(S.parse_rows("x.jsonl", rows, parse, notes.append)) == 1
+    assert (
+        "used 1 messages; left out chat template: system first: 1 (the first is row 2)" in notes[0]
+    )
+    for source, fault in (
+        ("{% if %}", "chat template: .*"),
+        ("{{ none.x.y }}", "chat template: .*"),
+    ):
+        ours.facts["template"] = source
+        with pytest.raises(S.UserError, match=fault):
+            S.chat_text(ours, TALK, True)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(S.UserError, match="needs jinja2: pip install jinja2"):
+        S.compile_template("{{ 1 }}")
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "qwen3_5_1_to_2"])
+def test_packed_rows_without_bos_are_as_transformers_has_them_alone(imported, name):
+    """Documents are told, not found by a token: one that looks like BOS is text."""
+    model, _, out = imported(name)
+    network = load(out)
+    rows = []
+    for number, length in enumerate((30, 9, 21, 12)):
+        ids = texts(1, length + 1)[0] + number % 3
+        ids[4] = network.config.bos_id
+        rows.append(S.Row(number, ids[:-1], ids[1:]))
+    (batch,) = S.row_batches(rows, [[0, 1], [2, 3]], 2, torch.device("cpu"))
+    assert batch.ids.shape == (2, 39)
+    logits = network.logits(S.row_features(network, batch))
+    for place, row in enumerate(rows):
+        alone = model(row.ids[None]).logits[0]
+        assert (logits[batch.doc == place] - alone).abs().max() < 1e-4

@@ -318,7 +318,7 @@ class Table(nn.Module):
         )
         self.seen = []  # how many tokens logits were made for
 
-    def features(self, ids, cache=None):
+    def features(self, ids, doc):
         return F.embedding(ids, self.embed)
 
     def logits(self, x):
@@ -525,7 +525,7 @@ def scripted(monkeypatch, M, draw=None, longest: int = 6) -> list:
         return (ids[:-1] + [END] if ended else ids), ended
 
     def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop):
-        assert stop == {END} and not torch.is_grad_enabled()
+        assert stop == {1, END} and not torch.is_grad_enabled()
         seen.extend(seeds)
         found = [(draw or drawn)(seed, s) for seed in seeds for s in range(count)]
         return [

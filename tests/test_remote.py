@@ -20,7 +20,8 @@ from conftest import environment
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = dict(num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2)
-LAYOUTS = {mode: {**preset, **SIZES} for mode, preset in T.ARCH_PRESETS.items()}
+OURS = ("D", "gdn", "hybrid", "baseline")
+LAYOUTS = {mode: {**T.ARCH_PRESETS[mode], **SIZES} for mode in OURS}
 LAYOUTS |= {
     "window": dict(layer_pattern="g s", attn_window=7),
     "learned": dict(layer_pattern="a g", positions="learned"),
@@ -65,21 +66,22 @@ def exported(transformers, call, tmp_path):
 
 
 def texts():
-    """Return ids of three texts (3, 40), with documents that begin in the middle."""
+    """Return ids of three texts (3, 40), with BOS in the middle of the second."""
     ids = torch.randint(4, 260, (3, 40), generator=torch.Generator().manual_seed(5))
     ids[:, 0] = ids[1, 20] = BYTES.bos_id
     return ids
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS.keys() - {"llama"}))
+@pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
 def test_logits_and_greedy_texts(exported, name):
     """Of texts without padding, of rows padded on either side, and token by token behind padding."""
     net = network(**LAYOUTS[name])
     model = exported(net)
     ids = texts()
-    expected = net(ids)
+    expected = net.logits(net.features(ids, doc=torch.zeros_like(ids)))  # each text a document
     assert 0.5 < expected.abs().max() and torch.equal(model(ids).logits, expected)
+    assert (expected - net(ids))[::2].abs().max() < 1e-4 < (expected - net(ids))[1].abs().max()
     mask = torch.ones_like(ids)
     mask[0, :13] = 0
     mask[1, -9:] = 0
@@ -137,7 +139,8 @@ def test_files_of_an_export(exported, transformers, tmp_path):
     assert model.generation_config.eos_token_id == model.config.pad_token_id == BYTES.bos_id
     code = (folder / "underpar.py").read_text()
     sections = Q.re.findall("# === shared: (.*) ===", code)
-    assert sections == "settings tokenizer encoding text kernels model generation".split()
+    names = "settings tokenizer encoding template prompt text kernels model generation"
+    assert sections == names.split()
     assert "zstandard" not in code and "import torch\n" in code
     model.save_pretrained(tmp_path / "saved")
     again = transformers.AutoModelForCausalLM.from_pretrained(
@@ -171,7 +174,7 @@ def sentencepiece_model(path):
 
 @pytest.mark.parametrize("kind", ["bytes", "tokenizer.model", "imported.tiktoken"])
 def test_the_tokenizer(exported, transformers, tmp_path, kind):
-    """Ids are those of section encoding behind BOS; decoded they are the text."""
+    """Ids are those of section encoding behind BOS, if texts begin with it; decoded they are the text."""
     run = tmp_path / "run"
     run.mkdir()
     if kind == "tokenizer.model":
@@ -184,16 +187,18 @@ def test_the_tokenizer(exported, transformers, tmp_path, kind):
     exported(T.GPT(dataclasses.replace(network().config, **changes)))
     found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
     bos = tokenizer.bos_id
+    begin = sample.begin_ids(tokenizer)
+    assert begin == ([] if kind == "imported.tiktoken" else [bos])
     assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (bos, bos, bos)
     assert len(found) == found.vocab_size == tokenizer.vocab_size
     for text in ("the cat", "", "naïve café 12345", f"a {found.bos_token} b", "x <|user|> .", "🙂"):
         ids = found(text).input_ids
-        assert ids == [bos, *tokenizer.encode(text)]
-        assert found(text, add_special_tokens=False).input_ids == ids[1:]
+        assert ids == [*begin, *tokenizer.encode(text)]
+        assert found(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
         assert found.decode(ids, skip_special_tokens=True) == text
-        assert found.decode(ids) == found.bos_token + text
+        assert found.decode([bos, *tokenizer.encode(text)]) == found.bos_token + text
     batch = found(["a", "the cat"], padding=True, padding_side="left", return_tensors="pt")
-    lengths = [1 + len(tokenizer.encode(text)) for text in ("a", "the cat")]
+    lengths = [len(begin) + len(tokenizer.encode(text)) for text in ("a", "the cat")]
     assert batch.attention_mask.sum(1).tolist() == lengths
     assert found.decode([tokenizer.vocab_size + 3]) == ""  # a role that training added
 

@@ -160,13 +160,14 @@ def test_the_file_alone_gives_the_greedy_score(place, straight, letters):
     settings = G.Settings(train_files=str(letters / "problems.jsonl"), eval_prompts=16)
     right = []
     for problem in G.split_problems(settings)[2]:
-        prompt, end = P.chat_ids(tokenizer, problem["prompt"])
+        prompt = P.chat_ids(tokenizer, problem["prompt"])
+        stop = P.stop_ids(tokenizer)
         found = []
         with torch.no_grad():
-            while len(found) < 3 and end not in found:
+            while len(found) < 3 and not stop.intersection(found):
                 found.append(int(network(torch.tensor([[*prompt, *found]]))[0, -1].argmax()))
         right.append(P.completion(tokenizer, prompt, found) == problem["answer"])
-        (one,) = P.generate(network, [prompt], 1, 3, 0.0, [(0,)], frozenset([end]))
+        (one,) = P.generate(network, [prompt], 1, 3, 0.0, [(0,)], stop)
         assert one.ids == found
     assert sum(right) / 16 == place.result(straight)["after"]["greedy"][0]
 

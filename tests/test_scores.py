@@ -160,84 +160,9 @@ def test_lost_text_has_two_byte_counts(tmp_path):
     assert scores["bpb_of_source"] == pytest.approx(nats / math.log(2) / len(text), rel=1e-6)
 
 
-# ----------------------------------------------------------------------------------------- choices
-CHOICES = [
-    {"query": "the cat ", "choices": ["sat", "on the mat", "größer"], "gold": 2},
-    {"ctx": "a", "endings": ["b", "c c c", "dd", "e"], "label": "1"},
-    {"context_options": ["she said", "he said so"], "continuation": "no.", "gold": 0},
-    {"sentence_good": "the cat sits", "sentence_bad": "the cat sit"},
-    {"query": "q", "choices": ["same", "same", "other words"], "gold": 1},
-]
-# The same as (context, option) pairs, and the right one.
-OPTIONS = [
-    ([("the cat ", "sat"), ("the cat ", "on the mat"), ("the cat ", "größer")], 2),
-    ([("a", "b"), ("a", "c c c"), ("a", "dd"), ("a", "e")], 1),
-    ([("she said", "no."), ("he said so", "no.")], 0),
-    ([("", "the cat sits"), ("", "the cat sit")], 0),
-    ([("q", "same"), ("q", "same"), ("q", "other words")], 1),
-]
-
-
-@pytest.mark.parametrize("changes", [{}, dict(score_delimiter="\nAnswer: "), dict(layout="chat")])
-def test_choices_by_hand(place, tmp_path, changes):
-    """The three kinds of rows and tied options."""
-    net = loaded(place, "main")
-    expected = {"accuracy": [], "accuracy_per_token": [], "accuracy_per_byte": []}
-    for options, gold in OPTIONS:
-        sums = []
-        tokens = []
-        for context, text in options:
-            prompt = [BOS, *ids_of(context.rstrip())]
-            answer = ids_of(changes.get("score_delimiter", " ") + text if context else text)
-            if changes.get("layout") == "chat":
-                prompt = [BOS, 261, *ids_of(context), 263, 262]
-                answer = [*ids_of(text), 263]
-            sums.append(math.fsum(plain_logps(net, prompt, answer)))
-            tokens.append(len(answer))
-        sizes = [len(text.encode()) for _, text in options]
-        for name, lengths in zip(expected, ([1] * len(sums), tokens, sizes), strict=True):
-            values = np.array(sums) / lengths
-            best = np.isclose(values, values.max(), rtol=1e-12)
-            expected[name].append(best[gold] / best.sum())
-    scores = scored(place, "choices", write(tmp_path, "rows.jsonl", *CHOICES), **changes)
-    for name, values in expected.items():
-        assert scores[name][0] == pytest.approx(statistics.fmean(values), abs=1e-12), name
-    chance = (1 / 3 + 1 / 4 + 1 / 2 + 1 / 2 + 1 / 3) / 5
-    assert scores["n"] == 5 and scores["chance"] == pytest.approx(chance)
-    assert scores["contexts_cut"] == 0
-
-
-def test_a_token_over_the_border_is_scored_for_every_option(tmp_path):
-    """Where "cat" is one token, the context "the c" ends inside it."""
-    tokenizer = S.load_tokenizer(train_model(tmp_path / "a.model"))
-    answers = ["at", "x", "at sat"]
-    model = model_of(None, tokenizer)
-    rows = S.answer_rows(model, [("", "the c")], answers, S.Settings())
-    texts = [tokenizer.encode("the c" + text) for text in answers]
-    context = tokenizer.encode("the c")
-    assert [row.context + row.answer for row in rows] == [[BOS, *ids] for ids in texts]
-    border = len(rows[0].context) - 1
-    assert all(row.context == [BOS, *context[:border]] for row in rows)
-    assert len({(ids + [0])[border] for ids in [*texts, context]}) > 1  # not shorter than needed
-
-
-def test_long_contexts_are_cut_and_long_answers_left_out(place, tmp_path, capsys):
-    rows = [{"query": "q", "choices": ["a" * size, "b"], "gold": 0} for size in (64, 63)]
-    cut = {"query": "q" * 80, "choices": ["yes", "no"], "gold": 0}
-    path = write(tmp_path, "rows.jsonl", cut, *rows)
-    scores = scored(place, "choices", path)
-    assert (scores["n"], scores["contexts_cut"]) == (2, 2 + 1)
-    fault = "answer empty or longer than the context of 64 tokens: 1 (the first is row 2)"
-    assert f"left out {fault}\n" in capsys.readouterr().out
-    model = model_of(loaded(place, "main").double())
-    [row] = S.answer_rows(model, [(USER, "q" * 80)], [" yes"], S.Settings())
-    assert (row.context, row.answer) == ([BOS, *ids_of("q" * 60)], ids_of(" yes")) and row.is_cut
-    with pytest.raises(S.UserError, match="used none; left out answer empty or longer than the"):
-        scored(place, "choices", write(tmp_path, "long.jsonl", rows[0]))
-
-
+# ------------------------------------------------------------------------------- log-probabilities
 @pytest.mark.parametrize("rows_of_batch", [1, 5, 32])
-def test_token_scores_do_not_depend_on_the_batch(place, monkeypatch, rows_of_batch):
+def test_log_probabilities_do_not_depend_on_the_batch(place, monkeypatch, rows_of_batch):
     """Rows of all lengths, each as alone: no padding enters a state."""
     monkeypatch.setattr(S, "BATCH_ROWS", rows_of_batch)
     net = loaded(place, "main").double()
@@ -246,49 +171,9 @@ def test_token_scores_do_not_depend_on_the_batch(place, monkeypatch, rows_of_bat
     for i in range(23):
         context = [BOS, *rng.integers(4, 260, i % 7).tolist()]
         rows.append(S.Row(context, rng.integers(4, 260, 1 + i % 11).tolist()))
-    for row, (logps, hits) in zip(rows, S.token_scores(model_of(net), rows), strict=True):
+    for row, logps in zip(rows, S.answer_logps(model_of(net), rows), strict=True):
         expected = plain_logps(net, row.context, row.answer)
         assert logps.dtype == torch.float64 and logps.tolist() == pytest.approx(expected, abs=1e-9)
-        best = net(torch.tensor([row.context + row.answer]))[0].argmax(-1)
-        best = best.tolist()[len(row.context) - 1 : -1]
-        assert hits.tolist() == [a == b for a, b in zip(best, row.answer, strict=True)]
-
-
-# ----------------------------------------------------------------------------------------- lambada
-def greedy_ids(net, ids, count):
-    """Return the `count` ids that the model would write after ids."""
-    for _ in range(count):
-        with torch.no_grad():
-            ids = [*ids, int(net(torch.tensor([ids]))[0, -1].argmax())]
-    return ids[-count:]
-
-
-@pytest.mark.parametrize("delimiter", [" ", ""])
-def test_lambada_is_greedy_and_its_perplexity_that_of_words(place, tmp_path, delimiter):
-    net = loaded(place, "main")
-    pairs = [("some words", "end"), ("größer", "日本"), ("the cat sat", "on")]
-    for word in "abcdefghijklm":  # some of them the model continues with a letter or the like
-        [token] = greedy_ids(net, [BOS, *ids_of(word)], 1)
-        if 33 <= token - 4 < 127:
-            pairs.append((word, chr(token - 4)))
-    rows = [{"context": context + " \n", "answer": text} for context, text in pairs]
-    rows[1]["continuation"] = rows[1].pop("answer")
-    rows[2] = {"text": "the cat sat on"}
-    path = write(tmp_path, "rows.jsonl", *rows, {"context": "", "continuation": "x"})
-    scores = scored(place, "lambada", path, score_delimiter=delimiter)
-    nats = []
-    right = []
-    tokens = 0
-    for context, text in pairs:
-        prompt = [BOS, *ids_of(context)]
-        answer = ids_of(delimiter + text)
-        nats.append(-math.fsum(plain_logps(net, prompt, answer)))
-        right.append(float(greedy_ids(net, prompt, len(answer)) == answer))
-        tokens += len(answer)
-    assert scores["accuracy"] == S.interval(right) and (sum(right) > 0) == (delimiter == "")
-    assert scores["perplexity"] == pytest.approx(math.exp(statistics.fmean(nats)), rel=1e-5)
-    assert scores["nats_per_token"] == pytest.approx(math.fsum(nats) / tokens, rel=1e-6)
-    assert (scores["n"], scores["tokens"]) == (len(pairs), tokens)
 
 
 # ------------------------------------------------------------------------------------------- tasks
@@ -366,9 +251,9 @@ def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     questions = S.read_questions([model], path, made, print)
     train, _, problems = G.split_problems(G.Settings(train_files=path, eval_prompts=7))
     assert [question.problem for question in questions] == problems and len(problems) == 7
-    prompts = [S.chat_ids(BYTES, problem["prompt"])[0] for problem in problems]
+    prompts = [S.chat_ids(BYTES, problem["prompt"]) for problem in problems]
     seeds = [(3, 1 << 31, i) for i in range(7)]
-    samples = S.generate(model.network, prompts, 2, 9, 1.0, seeds, frozenset([263]))
+    samples = S.generate(model.network, prompts, 2, 9, 1.0, seeds, frozenset([1, 263]))
     answers = S.answer_questions(model, questions, made, 2)
     for i, (answer, one) in enumerate(zip(answers, samples, strict=True)):
         text = S.completion(BYTES, prompts[i // 2], one.ids)
@@ -415,7 +300,8 @@ def plain_answer(net, turns, text):
 
 
 def plain_reward(net, turns):
-    ids, _ = S.turn_ids(BYTES, turns)
+    *before, (_, answer) = turns
+    ids = [*S.asked_ids(BYTES, before), *S.answer_ids(BYTES, before, answer)]
     with torch.no_grad():
         return float(net.features(torch.tensor([ids]))[0, -1] @ net.w_value)
 
@@ -438,6 +324,36 @@ def test_preferences_by_hand(place, tmp_path, reference):
         assert scores[f"margin{name}"] == normal_interval(values)
     assert (scores["n"], scores["ties"]) == (4, 0) and "accuracy_reward" not in scores
     assert scores["chosen_longer"] == S.interval([1.0, 0.0, 0.0, 1.0])
+
+
+def test_long_contexts_are_cut_and_long_answers_left_out(place, tmp_path, capsys):
+    """An answer may fill the context, with the token that ends it; then nothing but BOS stands before."""
+    rows = [{"prompt": "q", "chosen": "a" * size, "rejected": "b"} for size in (64, 63)]
+    cut = {"prompt": "q" * 80, "chosen": "yes", "rejected": "no"}
+    path = write(tmp_path, "rows.jsonl", cut, *rows)
+    scores = scored(place, "preference", path)
+    assert (scores["n"], scores["contexts_cut"]) == (2, 2 + 1)
+    fault = "answer longer than the context of 64 tokens: 1 (the first is row 2)"
+    assert f"left out {fault}\n" in capsys.readouterr().out
+    net = loaded(place, "main")
+    turns = [(USER, "q" * 80)]
+    kept = [
+        BOS,
+        *ids_of("q" * 58),
+        263,
+        262,
+    ]  # with "yes" and its end, of which one is not read, 64
+    [row] = S.answer_rows(model_of(net), turns, ["yes"])
+    assert (row.context, row.answer) == (kept, [*ids_of("yes"), 263]) and row.is_cut
+    margins = [
+        sum(plain_logps(net, kept, row.answer))
+        - sum(plain_logps(net, [BOS, *ids_of("q" * 59), 263, 262], [*ids_of("no"), 263])),
+        sum(plain_logps(net, [BOS], [*ids_of("a" * 63), 263]))
+        - sum(plain_answer(net, [(USER, "q")], "b")),
+    ]
+    assert scores["margin"] == normal_interval(margins)
+    with pytest.raises(S.UserError, match="used none; left out answer longer than the context of"):
+        scored(place, "preference", write(tmp_path, "long.jsonl", rows[0]))
 
 
 def test_pairs_must_fit_both_models(place, tmp_path):
@@ -534,27 +450,15 @@ def test_other_means_have_normal_intervals():
 
 
 # ------------------------------------------------------------------------------- rows and settings
-NO_LIST = "field 'choices' is no list of two texts or more"
 BAD = [
     (S.row_text, "missing field 'text'", ["{}"]),
+    (S.row_text, "field 'text' is no text", ['{"text": 3}']),
     (S.row_text, "empty text", ['{"text": " \\n"}']),
-    (S.row_options, NO_LIST, ['{"gold": 0}', '{"choices": ["a"]}', '{"choices": "ab"}']),
-    (S.row_options, "field 'choices' is no text", ['{"choices": ["a", 3]}']),
-    (S.row_options, "missing field 'query' or 'ctx'", ['{"choices": ["a", "b"], "gold": 0}']),
-    (S.row_options, "empty text", ['{"choices": ["a", ""]}', '{"sentence_good": ""}']),
-    (S.row_last, "missing field 'text'", ['{"continuation": "x"}']),
-    (S.row_last, "missing field 'continuation' or 'answer'", ['{"context": "x"}']),
-    (S.row_last, "empty text", ['{"context": " "}', '{"context": "x", "answer": " "}']),
-    (S.row_last, "text of one word", ['{"text": "word"}', '{"text": " word"}']),
     (S.row_prompt, "no prompt", ['{"prompt": " "}', '{"text": "x"}']),
     (S.row_prompt, "no prompt", ['{"messages": [{"role": "assistant", "content": "x"}]}']),
     (S.row_prompt, "identical chosen and rejected", [json.dumps(BAD_PAIRS[0])]),
 ]
-for gold in ("2", "-1", "true", "0.5", '"A"', "null"):
-    row = '{"choices": ["a", "b"], "gold": ' + gold + "}"
-    BAD.append((S.row_options, "gold is not the number of a choice", [row]))
-GOOD = {S.row_text: {"text": "x"}, S.row_options: CHOICES[0]}
-GOOD |= {S.row_last: {"text": "a b"}, S.row_prompt: PAIRS[0]}
+GOOD = {S.row_text: {"text": "x"}, S.row_prompt: PAIRS[0]}
 
 
 @pytest.mark.parametrize(("parse", "fault", "rows"), BAD)
@@ -574,13 +478,17 @@ def test_prompts_are_the_turns_before_the_last_answer():
 
 NO_MODEL = "must be a run, a checkpoint or an artifact"
 MISTAKES = [
-    ("SCORE=choices", "SCORE='choices': not read with MODE=generate"),
+    ("SCORE=win", "SCORE='win': not read with MODE=generate"),
+    ("SCORE_PATH=x SCORE=choices", "SCORE='choices': must be one of text, task, preference, win, "),
     ("MODE=chat PROMPT=x", "PROMPT='x': not read with MODE=chat"),
-    ("SCORE_PATH=x PROMPT=y", "PROMPT='y': not read with MODE=score SCORE=text LAYOUT=text; must "),
+    (
+        "SCORE_PATH=x PROMPT=y",
+        "PROMPT='y': not read with MODE=score SCORE=text; must be left at ''",
+    ),
     ("SCORE_PATH=x TOP_K=3", "TOP_K=3: not read with MODE=score SCORE=text"),
     (
-        "SCORE_PATH=x SCORE=lambada LAYOUT=chat SCORE_DELIMITER=",
-        "SCORE_DELIMITER='': not read with MODE=score SCORE=lambada LAYOUT=chat; must be left at",
+        "SCORE_PATH=x SCORE=preference LAYOUT=chat",
+        "LAYOUT='chat': not read with MODE=score SCORE=pr",
     ),
     ("SCORE_PATH=x SCORE=task NUM_SAMPLES=3", "NUM_SAMPLES=3: not read"),
     ("SCORE_PATH=x HELD_OUT=1", "HELD_OUT=True: not read with MODE=score SCORE=text"),
@@ -594,7 +502,7 @@ MISTAKES = [
     ("SCORE_PATH=blank.txt", "SCORE_PATH='blank.txt': must be UTF-8 text or JSON line"),
     ("SCORE_PATH=none.txt", "none.txt: cannot be read; [Errno 2]"),
     ("SCORE_PATH=good.txt EVAL_STRIDE=64", "EVAL_STRIDE=64: must be less than the con"),
-    ("SCORE_PATH=good.txt SCORE=choices", "good.txt: 1 rows, used none; left out"),
+    ("SCORE_PATH=good.txt SCORE=preference", "good.txt: 1 rows, used none; left out"),
     ("SCORE_PATH=x SCORE=win", f"SCORE_MODEL='': {NO_MODEL}"),
     (
         "SCORE_PATH=x SCORE=win SCORE_MODEL=main SCORE_JUDGE=other",
@@ -635,18 +543,18 @@ def run(given):
 
 
 def test_a_file_holds_the_scores(place, tmp_path, capsys):
-    path = write(tmp_path, "rows.jsonl", *CHOICES, {})
+    path = write(tmp_path, "rows.jsonl", *PAIRS, {})
     file = tmp_path / "scores.json"
-    scores = scored(place, "choices", path, score_file=str(file))
+    scores = scored(place, "preference", path, score_file=str(file))
     written = json.loads(file.read_text())
-    assert written["scores"] == {path: scores} and written["score"] == "choices"
+    assert written["scores"] == {path: scores} and written["score"] == "preference"
     assert written["settings"]["score_path"] == path and written["script"] == "sample.py"
     assert written["model"] == str(place / "main" / "model.upar")
     rows, line = capsys.readouterr().out.splitlines()
-    assert f"{path}: 6 rows, used 2 choices, 1 endings, 1 context_options, 1 sentences" in rows
-    assert rows.endswith(f"left out {NO_LIST}: 1 (the first is row 6)")
+    assert f"{path}: 5 rows, used 3 prompt/chosen/rejected, 1 messages" in rows
+    assert rows.endswith("left out missing field 'chosen': 1 (the first is row 5)")
     assert written["rows"] == [rows]
-    assert line.startswith(f"choices {path}: accuracy:[") and " n:5 " in line
+    assert line.startswith(f"preference {path}: contexts_cut:0 accuracy:[") and " n:4" in line
 
 
 def test_a_network_by_other_code_is_warned_of(place, capsys):
@@ -677,16 +585,18 @@ def test_a_prompt_can_be_a_users_turn(place, capsys):
 
 
 def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
-    """Every command of docs/scoring.md, by tiny models and files of the names that stand there."""
-    commands = "".join(blocks("scoring.md", "bash")).splitlines()
+    """Every command of docs/scoring.md, by tiny models and files of the names that stand there.
+
+    Those of lm-evaluation-harness are run by test_harness.py.
+    """
+    ours = [block for block in blocks("scoring.md", "bash") if "lm_eval" not in block]
+    commands = "".join(ours).splitlines()
     (tmp_path / "runs").mkdir()
     for seed, name in enumerate(("first", "start")):
         pack(tmp_path / "runs" / name, lively(seed, train_seq_len=256))
     (tmp_path / "book.txt").write_text(DOCUMENTS[0])
     row = json.dumps({"text": DOCUMENTS[2]}).encode()
     (tmp_path / "val.jsonl.zst").write_bytes(zstandard.compress(row))
-    write(tmp_path, "hellaswag.jsonl", CHOICES[1])
-    write(tmp_path, "piqa.jsonl", CHOICES[0])
     write(tmp_path, "pairs.jsonl", *PAIRS)
     (tmp_path / "data").mkdir()
     write(tmp_path, "data/sort.jsonl", *({"prompt": f"p{i}", "answer": "a"} for i in range(30)))
@@ -698,5 +608,5 @@ def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
         given = dict(change.split("=", 1) for change in changes)
         assert run(given) == 0, (command, capsys.readouterr().err)
         assert capsys.readouterr().out.strip()
-    scores = json.loads((tmp_path / "choices.json").read_text())["scores"]
-    assert len(commands) == 7 and [*scores] == ["hellaswag.jsonl", "piqa.jsonl"]
+    scores = json.loads((tmp_path / "task.json").read_text())["scores"]
+    assert len(commands) == 6 and [*scores] == ["data/sort.jsonl"]

@@ -155,7 +155,7 @@ WRONG_VALUES = [
     ("matrix_bits", 1, "must be a whole number from 2 to 8"),
     ("train_seq_len", 1, "must be a whole number from 2 to inf"),
     ("device", "gpu", "must be one of auto, cpu, cuda"),
-    ("arch_mode", "E", "must be one of D, gdn, hybrid, baseline, llama"),
+    ("arch_mode", "E", "must be one of D, gdn, hybrid, baseline, llama, qwen2, qwen3, qwen3_5"),
 ]
 
 
@@ -505,7 +505,10 @@ LAYERS = "each word must be g, s or a"
         (dict(rope_dims=7), "ROPE_DIMS=7"),
         (dict(rope_dims=66), "ROPE_DIMS=66: must be even, at most MODEL_DIM / NUM_HEADS = 64"),
         (dict(norm=""), "NORM=''"),
-        (dict(norm="rms bogus"), "NORM='rms bogus': must be one or more of rms, rms_weight, layer"),
+        (
+            dict(norm="rms bogus"),
+            "NORM='rms bogus': must be one or more of rms, rms_weight, rms_offset, layer",
+        ),
         *(
             (dict(layer_pattern=word), f"LAYER_PATTERN={word!r}: {LAYERS}")
             for word in ("g x", "s-1", " ", "G")

@@ -118,7 +118,7 @@ def test_ids_and_targets_by_hand(name, train_on):
     batch = one_batch([row])
     assert batch.ids.tolist() == [ids[:-1]] and batch.targets.tolist() == [expected]
     assert batch.mask.tolist() == [[target >= 0 for target in expected]]
-    assert set(batch.row[0].tolist()) == {0} and batch.numbers.tolist() == [0]
+    assert set(batch.doc[0].tolist()) == {0} and batch.numbers.tolist() == [0]
 
 
 def test_rows_in_a_window_never_predict_one_another():
@@ -129,7 +129,7 @@ def test_rows_in_a_window_never_predict_one_another():
     batch = one_batch(rows, [[2], [0, 1]])
     assert batch.ids.tolist() == [[*spelt("^x"), *[0] * 10], spelt("^Uhi.Ayo^hey")]
     assert batch.targets.tolist() == [spelt("x^----------"), spelt("-----yo.hey^")]
-    assert batch.row.tolist() == [[0, 0, *[-1] * 10], [1] * 8 + [2] * 4]
+    assert batch.doc.tolist() == [[0, 0, *[-1] * 10], [1] * 8 + [2] * 4]
     assert batch.numbers.tolist() == [2, 0, 1]
 
 
@@ -139,9 +139,9 @@ def test_prompts_are_laid_out_and_held_out_as_in_the_rl_scripts(tmp_path):
     held_out = G.split_problems(G.Settings(train_files=str(path)))[2]
     keys = [S.prompt_key([("<|user|>", problem["prompt"])]) for problem in held_out]
     assert sorted(keys) == [row.key for row in read(path)[0].held_out] and len(keys) > 4
-    prompt, end = P.chat_ids(BYTES, "312")
+    prompt = P.chat_ids(BYTES, "312")
     row = row_of(("user", "312"), ("assistant", "123"))
-    assert [*row.ids.tolist(), row.targets[-1].item()] == [*prompt, *spelt("123"), end]
+    assert [*row.ids.tolist(), row.targets[-1].item()] == [*prompt, *spelt("123.")]
 
 
 # ------------------------------------------------------------------------------------------------- files and their rows
@@ -343,7 +343,7 @@ def test_packed_rows_are_as_they_are_alone(pattern, changes):
         alone = one_batch([rows[number]])
         own, _ = S.token_logps(made, alone, 1.0)
         own.sum().backward()
-        together = logps[packed.row == place]
+        together = logps[packed.doc == place]
         assert together.shape == own[0].shape and (together - own[0]).abs().max() < 1e-9
         assert own[alone.mask].max() < 0
     for param, expected in zip(made.parameters(), gradients, strict=True):
@@ -540,11 +540,11 @@ def test_attention_transfer_by_loops():
     for place in range(len(batch.numbers)):
         maps = []
         for x in (student, teacher):
-            energy = [sum(value**2 for value in token) for token in x[batch.row == place].tolist()]
+            energy = [sum(value**2 for value in token) for token in x[batch.doc == place].tolist()]
             norm = math.sqrt(sum(value**2 for value in energy) + 1e-6)
             maps.append([value / norm for value in energy])
         distance = sum((x - y) ** 2 for x, y in zip(*maps, strict=True))
-        expected[batch.row == place] = distance
+        expected[batch.doc == place] = distance
     assert torch.allclose(found, expected[batch.mask], rtol=1e-12)
     assert torch.autograd.gradcheck(
         lambda x: S.attention_distance(x, teacher, batch), student.requires_grad_()
@@ -609,7 +609,7 @@ def test_distilled_losses_row_by_row(kind):
         (x, own), (y, other) = (captured(each, alone.ids) for each in (student, teacher))
         p, q = x[alone.mask], y[alone.mask]
         expected = F.cross_entropy(student.logits(p), alone.targets[alone.mask], reduction="none")
-        here = batch.row[batch.mask] == place
+        here = batch.doc[batch.mask] == place
         assert torch.allclose(nats[here], expected, rtol=1e-9)
         if kind == "attention":
             expected = S.attention_distance(own, other, alone)

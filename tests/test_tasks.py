@@ -18,7 +18,7 @@ import train_grpo as G
 from conftest import ROOT, environment, load_script, refusal, start
 
 D = load_script(ROOT / "data" / "tasks.py")
-REWARDS = {**dict.fromkeys(D.TASKS, G.exact_match), "countdown": D.countdown}
+REWARDS = {**dict.fromkeys(D.TASKS, G.exact_match), **D.CHECKERS}
 tasks = pytest.mark.parametrize("task", D.TASKS)
 
 
@@ -28,7 +28,7 @@ def rewards_of(task, prompt, answer, texts):
 
 
 # ---------------------------------------------------------------------------- problems and checkers
-@tasks
+@pytest.mark.parametrize("task", D.TASKS.keys() - {"story"})
 def test_answers_are_right_and_what_is_near_them_is_wrong(task):
     problems = D.make_problems(task, 300, 0)
     assert len(dict(problems)) == 300
@@ -171,6 +171,27 @@ def test_a_zebra_puzzle_has_one_solution_which_is_the_answer():
     assert solutions(prompt) == [answer]
 
 
+def test_a_story_has_the_number_that_its_text_tells():
+    """Read by the words alone; the solution's steps add up, and its format is GSM8K's."""
+    pattern = r"(Ann|Bob|Cid) has (\d+) (\w+), buys (\d) boxes of (\d) \3 and loses (\d)\. "
+    numbers = set()
+    for prompt, answer in D.make_problems("story", 300, 0):
+        found = re.fullmatch(pattern + r"How many \3 are left\?", prompt)
+        count, boxes, size, lost = map(int, found.group(2, 4, 5, 6))
+        left = count + boxes * size - lost
+        *steps, last = answer.split("\n")
+        assert last == f"#### {left}" and len(steps) == 1
+        equations = steps[0].removesuffix(".").split(". ")
+        sides = [equation.split("=") for equation in equations]
+        assert len(sides) == 3 and all(by_ast(a) == int(b) for a, b in sides)
+        assert sides[-1][1] == str(left)
+        rewards = D.gsm8k([prompt] * 3, [answer, steps[0], last + "1"], answer=[answer] * 3)
+        assert rewards == [1.1, 1.0, 0.1]
+        numbers.add(left)
+        assert len(prompt) < 100 and len(answer) < 50
+    assert len(numbers) > 50
+
+
 # ----------------------------------------------------------------------------------- gsm8k and coin
 NUMBERS = [
     ("She pays 5 + 13 = <<5+13=18>>18.\n#### 18", 18),
@@ -194,9 +215,92 @@ def test_gsm8k_rewards_the_final_number():
     for text in NO_NUMBERS:
         assert D.final_number(text).is_nan()
     texts = ["#### 1,018.0", "#### 1018 of 5", "1018", "#### 1019", ""]
-    rewards = D.gsm8k(["q"] * 5, texts, answer=["so <<1000+18>>.\n#### 1,018"] * 5)
-    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert D.gsm8k(["q"], ["none"], answer=["none"]) == [0.0]
+    columns = dict(prompts=["q"] * 5, answer=["so <<1000+18>>.\n#### 1,018"] * 5)
+    assert D.gsm8k_strict(completions=texts, **columns) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert D.gsm8k(completions=texts, **columns) == [1.1, 1.0, 1.0, 0.1, 0.0]
+    for reward in (D.gsm8k, D.gsm8k_strict):
+        assert reward(["q"], ["none"], answer=["none"]) == [0.0]
+
+
+# Texts without a number behind `#### `: the one that is read, and whether the format is right.
+LAST = [
+    ("It costs $18.", "18", False),
+    ("#### $18", "18", False),
+    ("####18", "18", False),
+    ("so \\boxed{18}", "18", True),
+    ("\\boxed{7} no, \\boxed{-18}.\nThat is 5.", "-18", True),
+    ("\\boxed{\\$1,234.50}", "1234.50", True),
+    ("\\boxed{18 \\text{ of } 20}", "18", True),
+    ("$\\boxed{18}$", "18", True),
+    ("\\boxed{x} or 4", None, False),
+    ("The answer is 1,234,567.75.", "1234567.75", False),
+    ("-$5 or $-6", "-6", False),
+    ("he owes -3", "-3", False),
+    ("10-3", "3", False),
+    ("(4)-3 = 1 or 12-5", "5", False),
+    ("6 - -3", "-3", False),
+    ("1,2,3", "3", False),
+    ("1,2345", "2345", False),
+    ("half is .5", "0.5", False),
+    ("18...", "18", False),
+    ("<<5+13=18>>", "18", False),
+    ("1/2 or 50%", "50", False),
+    ("no number", None, False),
+    ("", None, False),
+    ("#### ", None, False),
+    ("\\boxed{}", None, False),
+    ("9" * 9999, "9" * 9999, False),
+]
+FORMATS = [
+    ("so\n#### 18", True),
+    ("#### -1,018.5 \n\n", True),
+    ("#### 18.", False),
+    ("so #### 18", False),
+    ("#### 18\nand more", False),
+    ("#### 18 dollars", False),
+    ("##### 18", False),
+]
+
+
+def test_gsm8k_reads_the_number_where_others_look_for_it():
+    for text, number, is_format in LAST:
+        value = D.last_number(text)
+        assert value.is_nan() if number is None else value == Decimal(number), text
+        assert D.has_format(text) == is_format, text
+    for text, is_format in FORMATS:
+        assert D.has_format(text) == is_format, text
+    for text, number in NUMBERS:
+        assert D.last_number(text) == number
+    texts = ["#### 7", "\\boxed{7}", "it is 7", "#### 8", "\\boxed{8}", "it is 8"]
+    rewards = D.gsm8k(["q"] * 6, texts, answer=["#### 7"] * 6)
+    assert rewards == [1.1, 1.1, 1.0, 0.1, 0.1, 0.0]
+    assert [reward >= 1 for reward in rewards] == [True, True, True, False, False, False]
+
+
+def flexible_extract(text):
+    """As lm-eval's filter of that name in its task gsm8k, and what its exact_match ignores."""
+    found = re.findall(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", text)
+    last = next(filter(None, found[-1])) if found else ""
+    return re.sub(r",|\$|\.$", "", last)
+
+
+def test_a_number_at_the_end_is_that_of_lm_evals_flexible_extract():
+    rng = Random(5)
+    for _ in range(3000):
+        number = f"{rng.randint(-9, 9) * 10 ** rng.randint(0, 6):,}" + rng.choice(["", ".25"])
+        if rng.random() < 0.3:
+            number = number.replace("-", "-$") if "-" in number else f"${number}"
+        before = rng.choice(["The answer is ", "So he has ", "= ", "it is 4 and not "])
+        text = before + number + rng.choice(["", ".", " dollars", "\n"])
+        expected = flexible_extract(text)
+        assert D.last_number(text) == Decimal(expected), text
+
+
+def test_hostile_text_takes_no_time():
+    for text in ("-" * 10**5, "1," * 10**5, "\\boxed{" * 10**4, "#### " * 10**4, "$" * 10**5):
+        begin = time.perf_counter()
+        D.gsm8k(["q"], [text], answer=["#### 1"])
+        assert time.perf_counter() - begin < 0.5
 
 
 def grade_school_grader(text):
@@ -238,6 +342,7 @@ DIGESTS = dict(
     add="91c141357f9d",
     countdown="8ed405a24a46",
     zebra="2105d7fd9f62",
+    story="dff90408873f",
 )
 
 

@@ -10,7 +10,8 @@ from test_model import config
 
 import sample as S
 import train_gpt as T
-from conftest import refusal
+import train_sft
+from conftest import ROOT, environment, refusal, start
 
 BYTES = S.load_tokenizer("bytes")
 IDS = torch.tensor([[1, *range(70, 110)]])
@@ -184,3 +185,52 @@ def test_a_checkpoint_with_an_adapter(tmp_path):
     state = S.merge_lora(net).state_dict()
     assert state.keys() == merged.state_dict().keys()
     assert all(torch.equal(merged.state_dict()[name], w) for name, w in state.items())
+
+
+def test_a_checkpoint_with_frozen_weights_in_bfloat16(tmp_path):
+    net = S.setup_lora_adapter(network(0), 3, 5.0)
+    train_sft.freeze(net, torch.bfloat16)
+    loaded = check(tmp_path / "run", net.state_dict(), save(tmp_path / "run", 5, net))
+    dtypes = [{name: w.dtype for name, w in one.state_dict().items()} for one in (loaded, net)]
+    assert dtypes[0] == dtypes[1] and set(dtypes[0].values()) == {torch.float32, torch.bfloat16}
+    merged = S.merge_lora(loaded).state_dict()
+    assert {w.dtype for w in merged.values()} == {torch.float32}
+    assert all(torch.equal(merged[name], w) for name, w in S.merge_lora(net).state_dict().items())
+
+
+READ = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import torch, train_sft
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+network, *_ = train_sft.load_model("INIT_FROM", sys.argv[2])  # a small one: imports what it needs
+before = peak()
+network, *_ = train_sft.load_model("INIT_FROM", sys.argv[3])
+sum(float(param.sum()) for param in network.parameters())
+print(peak() - before, sum(param.nbytes for param in network.parameters()))
+"""
+
+
+def test_a_model_is_read_without_a_second_copy(tmp_path):
+    save(tmp_path / "small", 1, network(0))
+    shape = dict(model_dim=512, num_heads=8, num_kv_heads=8)
+    net = T.GPT(config(BYTES.vocab_size, BYTES.bos_id, **shape, layer_pattern="a a a a a a"))
+    save(tmp_path / "large", 1, net)
+    (tmp_path / "read.py").write_text(READ)
+    words = [tmp_path / "read.py", ROOT, tmp_path / "small", tmp_path / "large"]
+    done = start(words, environment())
+    grown, size = map(int, done.stdout.split())  # bytes
+    assert size > 50e6
+    assert grown < 1.4 * size, (grown, size)  # two copies until 2026-11-26
+
+
+def test_muon_has_the_matrices_of_a_loaded_network(tmp_path):
+    net = network(0)
+    save(tmp_path / "run", 5, net)
+    loaded, *_ = S.load_model("INIT_FROM", str(tmp_path / "run"))
+    splits = [
+        {name: getattr(param, "splits", None) for name, param in one.named_parameters()}
+        for one in (net, loaded)
+    ]
+    assert splits[0] == splits[1] and len({str(split) for split in splits[0].values()}) > 4

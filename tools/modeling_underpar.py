@@ -8,7 +8,15 @@ import torch
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .underpar import ENCODINGS, GPT, Decoder, GPTConfig, decode_bytes, load_tokenizer
+from .underpar import (
+    ENCODINGS,
+    GPT,
+    Decoder,
+    GPTConfig,
+    begin_ids,
+    decode_bytes,
+    load_tokenizer,
+)
 
 
 class UnderparConfig(PretrainedConfig):
@@ -92,11 +100,13 @@ class UnderparForCausalLM(PreTrainedModel, GenerationMixin):
     def score(self, ids, mask, keep):
         """Return logits of texts as `forward` returns them.
 
-        Rows are turned until their texts begin on the left: no text has padding before it.
+        Rows are turned until their texts begin on the left: no text has padding before it. A text is
+        one document, as in a Decoder.
         """
         places = torch.arange(ids.size(1), device=ids.device)
         start = mask.long().argmax(1, keepdim=True)  # (B, 1), of the texts
-        x = self.network.features(ids.gather(1, (places + start) % ids.size(1)))
+        ids = ids.gather(1, (places + start) % ids.size(1))
+        x = self.network.features(ids, doc=torch.zeros_like(ids))
         back = (places - start) % ids.size(1)
         x = x.gather(1, back[..., None].expand_as(x))
         return self.network.logits(x[:, -keep:])
@@ -105,7 +115,7 @@ class UnderparForCausalLM(PreTrainedModel, GenerationMixin):
 class UnderparTokenizer(PreTrainedTokenizer):
     """A SentencePiece model, a rank file, or `bytes`. The name of token 5 is <|5|>.
 
-    Such names in a text are plain text. Texts begin with BOS.
+    Such names in a text are plain text. Texts begin with BOS, if those of the model do.
     """
 
     # transformers gives the path of the one that there is.
@@ -150,5 +160,5 @@ class UnderparTokenizer(PreTrainedTokenizer):
         return decode_bytes(self.inner, known).decode(errors="replace")
 
     def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
-        """Return the ids of a text, or of two in a row, behind BOS."""
-        return [self.inner.bos_id, *token_ids_0, *(token_ids_1 or [])]
+        """Return the ids of a text, or of two in a row, with what a text begins with."""
+        return [*begin_ids(self.inner), *token_ids_0, *(token_ids_1 or [])]

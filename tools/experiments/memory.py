@@ -1,191 +1,383 @@
-"""Count the bytes that PPO, GRPO, GSPO and LoRA hold between steps.
+"""Count the GPU memory of post-training published models: what fits on a card.
 
-    python tools/experiments/memory.py [--config FILE] [--set NAME=VALUE] [--rank 8] [--out FILE]
+    python tools/experiments/memory.py                          totals of all MODELS and PLANS
+    python tools/experiments/memory.py --model Qwen3.5-0.8B     the parts of one model's totals
+    python tools/experiments/memory.py --model Qwen3.5-0.8B --script train_grpo --set LORA_RANK=16
 
-They are weights, gradients, optimizer state and reference policy. Nothing is computed by a formula:
-the networks and optimizers of train_ppo.py are built on the CPU and take a step, and the bytes of
-their tensors are added up. GRPO and GSPO hold the same tensors. Left out are activations, logits,
-caches of generation and, as the tasks have checkers, a reward model.
+Nothing runs on a GPU, and nothing is allocated. A script's own network, optimizers, forward,
+backward, update and Decoder run at full size on fake tensors, which have shapes and no memory, and
+the bytes of all tensors that live at the same time are added up. Where a script chooses by the
+device, the branch of CUDA is taken: bfloat16, chunks of 64 tokens, PyTorch's memory-efficient
+attention. Left out are what no tensor shows: the CUDA context (about 0.5 GiB), workspaces of
+kernels and fragmentation; and the end of a run, which holds no more than a step.
+
+Every row of a batch is full: a window of TRAIN_SEQ_LEN tokens, or a prompt of --prompt tokens and
+an answer of MAX_NEW_TOKENS.
 """
 
 import argparse
-import copy
-import json
+import contextlib
+import math
 import sys
-from collections.abc import Iterable
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
-from common import ROOT, load_script, parse_set, setting_names
+from common import ROOT, load_script, markdown_table, parse_set
 
-VOCABULARY = 1024  # if VOCAB_SIZE is 0: the tokenizer of the published shards sp1024
-PARTS = ("weights", "gradients", "optimizer", "reference")
-OPTIMIZERS = ["adamw", "muon", "lion"]
+aten = torch.ops.aten
+GIB = 2**30
 
-
-@dataclass
-class Method:
-    """A method of training."""
-
-    has_critic: bool  # a network of its own, as PPO has it elsewhere; here it is a value head
-    has_reference: bool
-    has_adapters: bool = False  # policy and critic train these alone
-
-
-METHODS = {
-    "PPO, reference": Method(True, True),
-    "PPO": Method(True, False),
-    "GRPO or GSPO, reference": Method(False, True),
-    "GRPO or GSPO": Method(False, False),
-    "LoRA PPO, reference": Method(True, True, True),
-    "LoRA PPO": Method(True, False, True),
-    "LoRA GRPO or GSPO, reference": Method(False, True, True),
-    "LoRA GRPO or GSPO": Method(False, False, True),
+# The shapes are those of the models' config.json, as public repositories repeat them.
+MODELS = {
+    "Qwen3.5-0.8B": dict(
+        architectures=["Qwen3_5ForCausalLM"],
+        vocab_size=248320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        full_attention_interval=4,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262144,
+        tie_word_embeddings=True,
+    ),
+    "Qwen3-0.6B": dict(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    ),
+    "R1-Distill-Qwen-1.5B": dict(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+    "Llama-3.2-1B": dict(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    ),
 }
+# Rows of up to 1,024 and of 768 tokens.
+WINDOW = "TRAIN_SEQ_LEN=1024 MICRO_BATCH_TOKENS=4096"
+ANSWERS = "MAX_NEW_TOKENS=512 MICRO_BATCH_TOKENS=4608 PROMPTS_PER_STEP=32 GROUP_SIZE=8"
+PLAIN = "EMA=0 SWA=0 QAT=0"
+PLANS = [  # a script and its settings
+    ("train_sft", WINDOW),
+    ("train_sft", f"{WINDOW} {PLAIN}"),
+    ("train_sft", f"{WINDOW} {PLAIN} OPTIMIZER=adamw8bit"),
+    ("train_sft", f"{WINDOW} {PLAIN} OPTIMIZER=lion"),
+    ("train_sft", f"{WINDOW} {PLAIN} OPTIMIZER=muon"),
+    ("train_sft", f"{WINDOW} {PLAIN} LORA_RANK=16"),
+    ("train_dpo", f"{WINDOW} {PLAIN}"),
+    ("train_dpo", f"{WINDOW} {PLAIN} LORA_RANK=16"),
+    ("train_grpo", f"{ANSWERS} {PLAIN}"),
+    ("train_grpo", f"{ANSWERS} {PLAIN} KL_BETA=0.02"),
+    ("train_grpo", f"{ANSWERS} {PLAIN} KL_BETA=0.02 LORA_RANK=16"),
+    ("train_ppo", f"{ANSWERS} {PLAIN}"),
+]
+PARTS = "weights gradients optimizer averages reference step sampling".split()
 
 
-def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+# --------------------------------------------------------------------------------- live tensors
+# Operators that may have a mask, the gradient's too.
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up the bytes of the tensors that operators make: those that live, and the most so far.
+
+    The size of what a mask selects is not known to fake tensors. All masks here select all.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.live = set()  # addresses of storages
+        self.now = 0
+        self.peak = 0
+
+    def free(self, address: int, size: int) -> None:
+        """Forget a storage."""
+        self.live.remove(address)
+        self.now -= size
+
+    def take(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor once."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.live:
+            return
+        self.live.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        """Run an operator and count what it returns."""
+        is_masked = operator in INDEXING and getattr(args[1][0], "dtype", None) == torch.bool
+        if is_masked and operator is aten.index.Tensor:
+            x, (mask,) = args
+            outputs = x.new_empty(mask.numel(), *x.shape[mask.ndim :])
+        elif is_masked:
+            outputs = args[0]
+        elif operator is aten.masked_scatter_backward.default:
+            outputs = args[0].new_empty(args[2])
+        else:
+            outputs = operator(*args, **(kwargs or {}))
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor):
+                self.take(output)
+        return outputs
+
+
+def nbytes(tensors) -> int:
     """Return the bytes of tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def step_bytes(network: nn.Module, settings, script: ModuleType) -> dict[str, int]:
-    """Return the bytes by part of what one network holds after a step."""
-    runtime = script.Runtime(0, 1, torch.device("cpu"), False)
-    optimizers = script.policy_optimizers(network, settings, runtime)
-    optimizers.step(0.0, torch.tensor(False))
-    params = [*network.parameters()]
-    states = [nbytes(state.values()) for state in optimizers.state_dict().values()]
-    return {
-        "weights": nbytes(params) + nbytes(network.buffers()),
-        "gradients": nbytes(param.grad for param in params if param.grad is not None),
-        "optimizer": sum(states),
-    }
+# ------------------------------------------------------------------------ what differs on CUDA
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Return what masked_attention returns, by the operators that CUDA runs."""
+    rows = q.reshape(*k.shape[:2], -1, q.size(3))
+    mask = mask.repeat(1, q.size(1) // k.size(1), 1)[:, None]
+    bias = torch.where(mask, 0.0, torch.tensor(-math.inf, dtype=q.dtype))
+    bias = bias.expand(-1, k.size(1), -1, -1)
+    o, *_ = aten._scaled_dot_product_efficient_attention(rows, k, v, bias, True)
+    return o.reshape(q.shape)
 
 
-def add_critic(script: ModuleType, network, settings):
-    """Return a critic of its own layers, as PPO has it elsewhere: a copy with a value head alone."""
-    critic = copy.deepcopy(network)
-    for param, original in zip(critic.parameters(), network.parameters(), strict=True):
-        if hasattr(original, "splits"):
-            param.splits = original.splits  # for Muon; a copy has lost them
-    critic.head = None
-    script.adapt(script.merge_lora(critic), settings)
-    script.add_value_head(critic)
-    critic.w_value.requires_grad_(True)
-    return critic
+@contextlib.contextmanager
+def as_on_cuda(script: ModuleType):
+    """Inside, a script takes the branches of CUDA, though its tensors are on a CPU."""
+    gdn_chunk = script.gdn_chunk
+
+    def chunks(*inputs, chunk=0):
+        """Return what gdn_chunk returns: training gives a chunk, generation does not."""
+        return gdn_chunk(*inputs, chunk=64 if chunk else 32)
+
+    with (
+        mock.patch.object(script, "masked_attention", efficient_attention),
+        mock.patch.object(script, "gdn_chunk", chunks),
+    ):
+        yield
 
 
-def count_bytes(method: Method, config, settings, script: ModuleType) -> dict[str, int]:
-    """Return the bytes of a method by part. script: train_ppo.py. Raises UserError."""
+# ---------------------------------------------------------------------------------------- counts
+@dataclass
+class Batch:
+    """Rows of token_logps, of which every token is a target."""
+
+    ids: Tensor
+    doc: Tensor
+    targets: Tensor
+    mask: Tensor
+
+
+def full_batch(rows: int, length: int) -> Batch:
+    """Return `rows` rows of `length` tokens."""
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    return Batch(ids, ids.clone(), ids.clone(), torch.ones(rows, length, dtype=torch.bool))
+
+
+def make_network(script: ModuleType, config, settings, dtype) -> nn.Module:
+    """Return a network as a script trains it, its adapters if any, with activations in a dtype."""
     network = script.GPT(config)
+    network.dtype = dtype
+    network.activation_checkpointing = settings.activation_checkpointing
     script.adapt(network, settings)
-    frozen = {id(param): param for param in network.parameters() if not param.requires_grad}
-    shared = nbytes(frozen.values())
-    networks = [network]
-    if method.has_critic:
-        networks.append(add_critic(script, network, settings))
-    row = {"reference": 0}
-    if method.has_reference:
-        row["reference"] = nbytes(copy.deepcopy(network, frozen).parameters()) - shared
-    for part in PARTS[:3]:
-        row[part] = 0
-    for trained in networks:
-        for part, size in step_bytes(trained, settings, script).items():
-            row[part] += size
-    return row
+    if settings.lora_rank:
+        script.freeze(network, dtype)
+    return network
 
 
-def measure(settings, optimizers: list[str], rank: int = 8) -> list[dict]:
-    """Return a row of bytes for each optimizer and method.
+def row_length(settings, prompt: int) -> int:
+    """Return the tokens of a row of a training batch."""
+    if hasattr(settings, "max_new_tokens"):
+        return prompt + settings.max_new_tokens
+    return settings.train_seq_len
 
-    The total is also given as a share of PPO's, with a reference and the same weights trained.
-    settings: of train_gpt.py, for the shape.
+
+def train(script: ModuleType, network: nn.Module, optimizers, settings, length: int) -> None:
+    """Take a step of one micro-batch, as the scripts do."""
+    rows = max(1, settings.micro_batch_tokens // length)
+    table = script.quant_table(settings)
+    context = script.quantized(network, table) if settings.qat else contextlib.nullcontext()
+    with context:
+        logps, _ = script.token_logps(network, full_batch(rows, length), 1.0)
+        logps.sum().backward()
+    alone = script.Runtime(0, 1, torch.device("cpu"), False)
+    optimizers.reduce_gradients(alone, settings.grad_clip_norm, torch.zeros(1))
+    optimizers.step(1.0, torch.tensor(False))
+
+
+@torch.no_grad()
+def sample(script: ModuleType, network: nn.Module, settings, prompt: int) -> None:
+    """Read the prompts of a step, and draw the last token of their answers."""
+    decoder = script.Decoder(network, [[0] * prompt] * settings.prompts_per_step)
+    count = settings.prompts_per_step * settings.group_size
+    rows = [row // settings.group_size for row in range(count)]
+    decoder.take(rows)
+    for _ in range(math.ceil(settings.max_new_tokens / script.ROOM) - 1):
+        decoder.grow()
+    with parametrize.cached():
+        decoder.logits = decoder.read(torch.zeros(len(rows), 1, dtype=torch.long))
+        script.draw(decoder.logits, 1.0, torch.zeros(len(rows), dtype=torch.float64))
+
+
+@contextlib.contextmanager
+def extra_bytes(live: LiveBytes, parts: dict[str, int], name: str):
+    """Inside, count what is made beside what lives already, at its peak, as a part."""
+    held = live.now
+    live.peak = held
+    yield
+    parts[name] = live.peak - held
+
+
+def count(
+    script: ModuleType, config, settings, prompt: int, dtype=torch.bfloat16
+) -> dict[str, int]:
+    """Return the bytes of each of PARTS for a script's training of a network of a config.
+
+    `step` and `sampling` are what forward, backward and update, and what generation need beside
+    the other parts, at their peaks. dtype: of activations.
     """
-    script = load_script(ROOT / "train_ppo.py")
-    vocab_size = settings.vocab_size or VOCABULARY
-    config = load_script(ROOT / "train_gpt.py").model_config(settings, vocab_size, 1)
-    rows = []
-    for optimizer in optimizers:
-        totals = {}
-        for name, method in METHODS.items():
-            given = {"optimizer": optimizer, "lora_rank": rank if method.has_adapters else 0}
-            parts = count_bytes(method, config, script.Settings(**given), script)
-            total = sum(parts.values())
-            of_ppo = total / totals.setdefault(method.has_adapters, total)
-            rows.append(
-                {"method": name, "with": optimizer, **parts, "total": total, "of_ppo": of_ppo}
-            )
-    return rows
+    parts = dict.fromkeys(PARTS, 0)
+    with LiveBytes() as live:
+        network = make_network(script, config, settings, dtype)
+        alone = script.Runtime(0, 1, torch.device("cpu"), False)
+        optimizers = script.policy_optimizers(network, settings, alone)
+        length = row_length(settings, prompt)
+        train(script, network, optimizers, settings, length)  # makes the optimizers' state
+        with extra_bytes(live, parts, "step"):
+            train(script, network, optimizers, settings, length)
+        if hasattr(settings, "max_new_tokens"):
+            with extra_bytes(live, parts, "sampling"):
+                sample(script, network, settings, prompt)
+    trained = nbytes(optimizers.params)
+    parts["weights"] = nbytes(network.parameters()) + nbytes(network.buffers())
+    parts["gradients"] = nbytes(param.grad for param in optimizers.params)
+    for state in optimizers.state_dict().values():
+        parts["optimizer"] += nbytes(state.values())
+    parts["averages"] = (settings.ema + settings.swa) * trained
+    if getattr(settings, "kl_beta", 0):
+        parts["reference"] = trained  # it shares what is not trained
+    return parts
 
 
-def describe(rows: list[dict]) -> str:
-    """Return the tables, and what is true of the claim that GRPO saves 40-60% of PPO's memory."""
-    lines = []
-    savings = []
-    heads = "".join(f"{part:>15}" for part in (*PARTS, "total"))
-    for optimizer in dict.fromkeys(row["with"] for row in rows):
-        lines.append(f"\n{optimizer + ', bytes':32}{heads}  of PPO's, with a reference")
-        saved = {}
-        for row in rows:
-            if row["with"] == optimizer:
-                cells = "".join(f"{row[part]:15,}" for part in (*PARTS, "total"))
-                lines.append(f"{row['method']:32}{cells}{row['of_ppo']:27.1%}")
-                saved[row["method"]] = f"{1 - row['of_ppo']:.1%}"
-        savings.append(
-            f"{optimizer}: {saved['GRPO or GSPO, reference']} with a reference and "
-            f"{saved['GRPO or GSPO']} without, if PPO has a reference; "
-            f"{saved['LoRA GRPO or GSPO, reference']} if all train adapters alone"
-        )
-    claim = (
-        "\nThe claim: without a value network GRPO and GSPO save 40-60% of PPO's memory. Counted "
-        "here:"
-    )
-    return "\n".join([*lines, claim, *savings])
+def total(parts: dict[str, int]) -> int:
+    """Return the most bytes at a time: a step and sampling do not happen at once."""
+    held = sum(parts[name] for name in PARTS[:5])
+    return held + max(parts["step"], parts["sampling"])
+
+
+# ---------------------------------------------------------------------------------------- tables
+def network_config(script: ModuleType, published: dict):
+    """Return the config of the network that quantize.py makes of a model's config.json."""
+    return script.GPTConfig(**load_script(ROOT / "quantize.py").hf_shape(published))
+
+
+def read_settings(script: ModuleType, text: str):
+    """Return the settings of a script for NAME=VALUE words. Raises SystemExit."""
+    try:
+        return script.load_settings(script.Settings, dict(map(parse_set, text.split())))
+    except script.UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def count_plan(model: str, name: str, text: str, prompt: int) -> dict[str, int]:
+    """Return the bytes of a published model's training by a script, by part. Raises SystemExit."""
+    script = load_script(ROOT / f"{name}.py")
+    settings = read_settings(script, text)
+    config = network_config(script, MODELS[model])
+    with FakeTensorMode(), as_on_cuda(script):
+        return count(script, config, settings, prompt)
+
+
+def totals_table(plans: list, prompt: int) -> str:
+    """Return the totals of all models in GiB: as they are, and with activation checkpointing."""
+    rows = [["script", "settings", *MODELS]]
+    for name, text in plans:
+        cells = []
+        for model in MODELS:
+            sizes = []
+            for recompute in "01":
+                given = f"{text} ACTIVATION_CHECKPOINTING={recompute}"
+                sizes.append(f"{total(count_plan(model, name, given, prompt)) / GIB:.1f}")
+            cells.append(", ".join(sizes))
+        rows.append([name, text, *cells])
+    return markdown_table(rows)
+
+
+def parts_table(model: str, plans: list, prompt: int) -> str:
+    """Return the parts of one model's totals in GiB."""
+    rows = [["script", "settings", *PARTS, "total"]]
+    for name, text in plans:
+        for recompute in "01":
+            given = f"{text} ACTIVATION_CHECKPOINTING={recompute}"
+            parts = count_plan(model, name, given, prompt)
+            sizes = [*parts.values(), total(parts)]
+            rows.append([name, given, *(f"{size / GIB:.2f}" for size in sizes)])
+    return markdown_table(rows)
 
 
 def main() -> int:
     """Run the command line described at the top of this file."""
-    trainer = load_script(ROOT / "train_gpt.py")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="", help="CONFIG file of train_gpt.py")
-    parser.add_argument(
-        "--set", type=parse_set, nargs="+", action="extend", default=[], metavar="NAME=VALUE"
-    )
-    parser.add_argument(
-        "--optimizers", nargs="+", default=OPTIMIZERS[:2], choices=OPTIMIZERS, metavar="NAME"
-    )
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters (8)")
-    parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
+    parser.add_argument("--model", choices=MODELS, help="show the parts of one model's totals")
+    parser.add_argument("--script", choices=sorted({name for name, _ in PLANS}))
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="its settings")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt (256)")
     args = parser.parse_args()
-    environ = dict(args.set)
-    unknown = sorted(set(environ) - setting_names(trainer))
-    if unknown:
-        raise trainer.UserError(f"--set {unknown[0]}: no setting of train_gpt.py")
-    if args.config:
-        environ["CONFIG"] = args.config
-    presets = {"ARCH_MODE": trainer.ARCH_PRESETS}
-    settings = trainer.load_settings(trainer.Settings, environ, presets=presets)
-    rows = measure(settings, args.optimizers, args.rank)
-    policy = next(row for row in rows if row["method"] == "GRPO or GSPO")
-    parameters = policy["weights"] // 4
-    print(
-        f"{parameters:,} parameters, {settings.vocab_size or VOCABULARY} tokens, float32 "
-        f"everywhere, LoRA rank {args.rank}\n{describe(rows)}"
-    )
-    if args.out:
-        found = {"command": sys.argv[1:], "parameters": parameters, "rank": args.rank, "rows": rows}
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    plans = PLANS
+    if args.script:
+        plans = [(args.script, " ".join(args.set))]
+    if args.model:
+        print(parts_table(args.model, plans, args.prompt))
+    else:
+        print(totals_table(plans, args.prompt))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(load_script(ROOT / "train_gpt.py").exit_code(main))
+    sys.exit(main())
