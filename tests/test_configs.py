@@ -254,6 +254,29 @@ def tiny_settings(name):
     return script, SIZES[script] | smaller
 
 
+def write_rows(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_files_of_users(data):
+    """Write small files under the names that the configs of published models have."""
+    (data / "tasks.py").symlink_to(ROOT / "data" / "tasks.py")
+    stories = load_script(ROOT / "data" / "tasks.py").make_problems("story", 100, 0)
+    rows = [{"question": question, "answer": answer} for question, answer in stories]
+    write_rows(data / "gsm8k" / "train.jsonl", rows)
+    problems = load_script(ROOT / "data" / "tasks.py").make_problems("sort", 100, 0)
+    conversations = []
+    pairs = []
+    for prompt, answer in problems:
+        question = {"role": "user", "content": prompt}
+        right, wrong = ({"role": "assistant", "content": text} for text in (answer, prompt + "0"))
+        conversations.append({"messages": [question, right]})
+        pairs.append({"chosen": [question, right], "rejected": [question, wrong]})
+    write_rows(data / "conversations.jsonl", conversations)
+    write_rows(data / "hh_rlhf.jsonl", pairs)
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, tiny_data, request):
     """Return a folder with 8 steps of every config that is asked for, and what they printed."""
@@ -262,6 +285,9 @@ def runs(tmp_path_factory, tiny_data, request):
     for task in ("sort", "reverse"):
         words = f"{task} --problems 200 --pairs 100 --out {folder}/data".split()
         assert load_script(ROOT / "data" / "tasks.py").main(words) is None
+    write_files_of_users(folder / "data")
+    (folder / "runs").mkdir()
+    (folder / "runs" / "qwen").symlink_to(folder / "start")
     orders = [
         ("start", "train_sft", environment(**SIZES["train_sft"], OUT_DIR=".", RUN_ID="start"))
     ]

@@ -12,7 +12,7 @@ attention. Left out are what no tensor shows: the CUDA context (about 0.5 GiB), 
 kernels and fragmentation; and the end of a run, which holds no more than a step.
 
 Every row of a batch is full: a window of TRAIN_SEQ_LEN tokens, or a prompt of --prompt tokens and
-an answer of MAX_NEW_TOKENS.
+an answer of MAX_NEW_TOKENS. Where two numbers stand, the second is with ACTIVATION_CHECKPOINTING=1.
 """
 
 import argparse
@@ -98,23 +98,29 @@ MODELS = {
         tie_word_embeddings=True,
     ),
 }
-# Rows of up to 1,024 and of 768 tokens.
+# What all counts have: rows of 1,024 tokens, or of --prompt and 512, and four or six in a forward.
 WINDOW = "TRAIN_SEQ_LEN=1024 MICRO_BATCH_TOKENS=4096"
 ANSWERS = "MAX_NEW_TOKENS=512 MICRO_BATCH_TOKENS=4608 PROMPTS_PER_STEP=32 GROUP_SIZE=8"
+BASES = {
+    "train_sft": WINDOW,
+    "train_dpo": WINDOW,
+    "train_ppo": ANSWERS,
+    "train_grpo": ANSWERS,
+    "train_gspo": ANSWERS,
+}
 PLAIN = "EMA=0 SWA=0 QAT=0"
-PLANS = [  # a script and its settings
-    ("train_sft", WINDOW),
-    ("train_sft", f"{WINDOW} {PLAIN}"),
-    ("train_sft", f"{WINDOW} {PLAIN} OPTIMIZER=adamw8bit"),
-    ("train_sft", f"{WINDOW} {PLAIN} OPTIMIZER=lion"),
-    ("train_sft", f"{WINDOW} {PLAIN} OPTIMIZER=muon"),
-    ("train_sft", f"{WINDOW} {PLAIN} LORA_RANK=16"),
-    ("train_dpo", f"{WINDOW} {PLAIN}"),
-    ("train_dpo", f"{WINDOW} {PLAIN} LORA_RANK=16"),
-    ("train_grpo", f"{ANSWERS} {PLAIN}"),
-    ("train_grpo", f"{ANSWERS} {PLAIN} KL_BETA=0.02"),
-    ("train_grpo", f"{ANSWERS} {PLAIN} KL_BETA=0.02 LORA_RANK=16"),
-    ("train_ppo", f"{ANSWERS} {PLAIN}"),
+# Scripts and their settings beside BASES. A step of train_dpo holds what one of train_sft does, and
+# of train_gspo what one of train_grpo does.
+PLANS = [
+    ("train_sft", ""),
+    ("train_sft", PLAIN),
+    ("train_sft", f"{PLAIN} OPTIMIZER=adamw8bit"),
+    ("train_sft", f"{PLAIN} OPTIMIZER=lion"),
+    ("train_sft", f"{PLAIN} OPTIMIZER=muon"),
+    ("train_sft", f"{PLAIN} LORA_RANK=16"),
+    ("train_grpo", PLAIN),
+    ("train_grpo", f"{PLAIN} KL_BETA=0.02 LORA_RANK=16"),
+    ("train_ppo", PLAIN),
 ]
 PARTS = "weights gradients optimizer averages reference step sampling".split()
 
@@ -323,40 +329,38 @@ def read_settings(script: ModuleType, text: str):
         raise SystemExit(f"error: {error}") from None
 
 
-def count_plan(model: str, name: str, text: str, prompt: int) -> dict[str, int]:
-    """Return the bytes of a published model's training by a script, by part. Raises SystemExit."""
+def count_plan(model: str, name: str, text: str, prompt: int) -> list[dict[str, int]]:
+    """Return the bytes of a published model's training by part: as it is, and with checkpointing.
+
+    Raises SystemExit.
+    """
     script = load_script(ROOT / f"{name}.py")
-    settings = read_settings(script, text)
     config = network_config(script, MODELS[model])
-    with FakeTensorMode(), as_on_cuda(script):
-        return count(script, config, settings, prompt)
+    found = []
+    for recompute in "01":
+        given = f"{BASES[name]} ACTIVATION_CHECKPOINTING={recompute} {text}"
+        with FakeTensorMode(), as_on_cuda(script):
+            found.append(count(script, config, read_settings(script, given), prompt))
+    return found
 
 
-def totals_table(plans: list, prompt: int) -> str:
-    """Return the totals of all models in GiB: as they are, and with activation checkpointing."""
-    rows = [["script", "settings", *MODELS]]
-    for name, text in plans:
-        cells = []
-        for model in MODELS:
-            sizes = []
-            for recompute in "01":
-                given = f"{text} ACTIVATION_CHECKPOINTING={recompute}"
-                sizes.append(f"{total(count_plan(model, name, given, prompt)) / GIB:.1f}")
-            cells.append(", ".join(sizes))
-        rows.append([name, text, *cells])
-    return markdown_table(rows)
+def in_gib(sizes) -> str:
+    """Return bytes in GiB, with commas between."""
+    return ", ".join(f"{size / GIB:.1f}" for size in sizes)
 
 
-def parts_table(model: str, plans: list, prompt: int) -> str:
-    """Return the parts of one model's totals in GiB."""
-    rows = [["script", "settings", *PARTS, "total"]]
-    for name, text in plans:
-        for recompute in "01":
-            given = f"{text} ACTIVATION_CHECKPOINTING={recompute}"
-            parts = count_plan(model, name, given, prompt)
-            sizes = [*parts.values(), total(parts)]
-            rows.append([name, given, *(f"{size / GIB:.2f}" for size in sizes)])
-    return markdown_table(rows)
+def totals_row(name: str, text: str, prompt: int) -> list[str]:
+    """Return the totals of all models."""
+    cells = [in_gib(map(total, count_plan(model, name, text, prompt))) for model in MODELS]
+    return [name, text, *cells]
+
+
+def parts_row(model: str, name: str, text: str, prompt: int) -> list[str]:
+    """Return the parts of a model's total, which differ in `step` alone."""
+    plain, recomputed = count_plan(model, name, text, prompt)
+    cells = [in_gib([size]) for size in plain.values()]
+    cells[PARTS.index("step")] = in_gib([plain["step"], recomputed["step"]])
+    return [name, text, *cells, in_gib([total(plain), total(recomputed)])]
 
 
 def main() -> int:
@@ -365,17 +369,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=MODELS, help="show the parts of one model's totals")
-    parser.add_argument("--script", choices=sorted({name for name, _ in PLANS}))
+    parser.add_argument("--script", choices=BASES)
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="its settings")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt (256)")
     args = parser.parse_args()
-    plans = PLANS
-    if args.script:
-        plans = [(args.script, " ".join(args.set))]
-    if args.model:
-        print(parts_table(args.model, plans, args.prompt))
-    else:
-        print(totals_table(plans, args.prompt))
+    plans = [(args.script, " ".join(args.set))] if args.script else PLANS
+    head = [*PARTS, "total"] if args.model else MODELS
+    print(markdown_table([["script", "settings", *head]]), flush=True)
+    for name, text in plans:
+        if args.model:
+            row = parts_row(args.model, name, text, args.prompt)
+        else:
+            row = totals_row(name, text, args.prompt)
+        print("| " + " | ".join(row) + " |", flush=True)
     return 0
 
 
