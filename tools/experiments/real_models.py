@@ -39,15 +39,14 @@ TEMPLATE = (
 )
 SHAPE = dict(model_dim=128, num_heads=4, num_layers=4, train_seq_len=256)
 SPEED = dict(save_every=0, val_loss_every=0)
-PRETRAINING = dict(
-    train_batch_tokens=8192, matrix_lr=0.01, qat=0, compile=0, eval_stride=0, holdout_tokens=8192
-)
+PRETRAINING = dict(train_batch_tokens=4096, qat=0, eval_stride=0, holdout_tokens=8192)
 TUNING = dict(qat=0, ema=0, swa=0, learning_rate=0.0005, train_seq_len=256, train_batch_tokens=2048)
 RL = dict(
     qat=0,
     learning_rate=0.0003,
     max_new_tokens=72,
     prompts_per_step=16,
+    mini_batches=2,
     eval_prompts=200,
     reward=f"{PROBLEMS}:gsm8k",
 )
