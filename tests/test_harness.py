@@ -159,7 +159,8 @@ def last_words(network, tokenizer, rng):
         with torch.no_grad():
             logits = network(torch.tensor([[tokenizer.bos_id, *tokenizer.encode(context)]]))[0, -1]
         word = tokenizer.pieces[int(logits.argmax())].decode(errors="replace")
-        if word.startswith(" ") and our_score(network, tokenizer, context, word)[1]:
+        is_word = word.startswith(" ") and len(word.split()) == 1 and word == word.rstrip()
+        if is_word and our_score(network, tokenizer, context, word)[1]:
             texts.append(context + word)
     assert len(texts) > 3
     return [*texts, *(phrase(rng, 3, 9) for _ in range(20))]
