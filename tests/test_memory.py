@@ -74,7 +74,7 @@ def allocated(action):
 @cases
 def test_counted_bytes_are_those_that_a_run_allocates(model, script, given):
     module, config, settings = plan(model, script, given)
-    with memory.FakeTensorMode():
+    with memory.fake_tensors():
         counted = memory.count(module, config, settings, 192, torch.float32)
 
     network = memory.make_network(module, config, settings, torch.float32)
@@ -128,14 +128,14 @@ def test_live_bytes_behind_a_forward_are_those_that_are_saved_for_the_backward()
     own = {param.untyped_storage()._cdata for param in network.parameters()}
     own.add(features.untyped_storage()._cdata)
     size = sum(w.untyped_storage().nbytes() for place, w in saved.items() if place not in own)
-    with memory.FakeTensorMode():
+    with memory.fake_tensors():
         _, features, now = forward(contextlib.nullcontext())
         assert now - features.nbytes == pytest.approx(size, rel=0.1)
 
 
 def test_cuda_has_its_own_branches_and_they_take_less():
     module, config, settings = plan("Llama", "train_sft", CASES[0][2])
-    with memory.FakeTensorMode():
+    with memory.fake_tensors():
         plain = memory.count(module, config, settings, 0)
         with memory.as_on_cuda(module):
             fast = memory.count(module, config, settings, 0)
@@ -147,7 +147,7 @@ def test_cuda_has_its_own_branches_and_they_take_less():
 
 def test_efficient_attention_has_the_shapes_of_the_scripts():
     module, _, _ = plan("Llama", "train_sft", "")
-    with memory.FakeTensorMode():
+    with memory.fake_tensors():
         q, k = torch.empty(2, 6, 8, 16), torch.empty(2, 3, 10, 16)
         mask = torch.ones(2, 8, 10, dtype=torch.bool)
         expected = module.masked_attention(q, k, k, mask)

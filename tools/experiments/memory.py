@@ -128,6 +128,8 @@ PARTS = "weights gradients optimizer averages reference step sampling".split()
 # --------------------------------------------------------------------------------- live tensors
 # Operators that may have a mask, the gradient's too.
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+# It changes its inputs alone. Fake tensors do not know it, and would run it on real ones.
+ADAMW = aten._fused_adamw_.tensor_lr
 
 
 class LiveBytes(TorchDispatchMode):
@@ -167,12 +169,19 @@ class LiveBytes(TorchDispatchMode):
             outputs = args[0]
         elif operator is aten.masked_scatter_backward.default:
             outputs = args[0].new_empty(args[2])
+        elif operator is ADAMW:
+            outputs = None
         else:
             outputs = operator(*args, **(kwargs or {}))
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor):
                 self.take(output)
         return outputs
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Return a context in which tensors have no memory; an operator that needs some is an error."""
+    return FakeTensorMode(allow_fallback_kernels=False)
 
 
 def nbytes(tensors) -> int:
@@ -339,7 +348,7 @@ def count_plan(model: str, name: str, text: str, prompt: int) -> list[dict[str, 
     found = []
     for recompute in "01":
         given = f"{BASES[name]} ACTIVATION_CHECKPOINTING={recompute} {text}"
-        with FakeTensorMode(), as_on_cuda(script):
+        with fake_tensors(), as_on_cuda(script):
             found.append(count(script, config, read_settings(script, given), prompt))
     return found
 
