@@ -49,8 +49,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils import serialization
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 
@@ -77,6 +82,8 @@ class Settings:
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
+    # torchrun: each rank holds 1 / ranks of weights, gradients and optimizer state (FSDP)
+    shard: bool = False
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "auto"
@@ -134,6 +141,7 @@ class Settings:
 
     def __post_init__(self):
         check_settings(self)
+        check_sharding(self)
         if self.beta == 0:
             raise UserError("BETA=0: must be above 0, or nothing is learned")
         readers = {"label_smoothing": "cdpo, robust", "margin": "reward", "centering": "reward"}
@@ -3007,9 +3015,15 @@ def load_model(name, path):
             f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
+    config = GPTConfig(**{field: shape[field] for field in known})
+    return assemble(config, tensors), tokenizer, str(file)
+
+
+def assemble(config, tensors):
+    """Return the network whose weights are these tensors, with adapters and value head if any."""
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
     with torch.device("meta"):  # takes no memory: the tensors become the weights
-        network = GPT(GPTConfig(**{field: shape[field] for field in known}))
+        network = GPT(config)
         if ranks:
             setup_lora_adapter(network, ranks[0])
         if "w_value" in tensors:
@@ -3018,7 +3032,7 @@ def load_model(name, path):
     network.load_state_dict(tensors, assign=True)
     for name, param in network.named_parameters():
         vars(param).update(vars(empty[name]))  # Muon's splits
-    return network, tokenizer, str(file)
+    return network
 
 
 def add_value_head(network):
@@ -3646,6 +3660,205 @@ def fitting_tokens(network, device):
 # === end: start ===
 
 
+# === shared: sharding ===
+def check_sharding(settings):
+    """Raise UserError if SHARD=1 does not go with another setting."""
+    if settings.shard and settings.optimizer == "muon":
+        raise UserError(
+            "OPTIMIZER='muon': must be adamw, lion or adamw8bit with SHARD=1, where no rank holds a "
+            "whole matrix"
+        )
+    for name in ("compile", "teacher"):
+        if settings.shard and getattr(settings, name, ""):
+            raise UserError(f"SHARD=1: must be 0 with {name.upper()}")
+
+
+def is_sharded(settings, runtime):
+    """Return whether weights are sharded: a process without ranks has nobody to share with."""
+    return settings.shard and runtime.distributed
+
+
+def loading_runtime(settings, runtime):
+    """Return the runtime for load_start: a network that is to be sharded stays on the CPU at first."""
+    if is_sharded(settings, runtime):
+        return replace(runtime, device=torch.device("cpu"))
+    return runtime
+
+
+def shard_network(network, device):
+    """Leave each rank some rows of each parameter, on the device: FSDP, PyTorch's fully_shard.
+
+    A mixer or a block is made whole before it runs, in the forward and again in the backward pass,
+    and dropped behind it. What the network holds itself, such as embedding and head, is whole from
+    `features` until `reshard` or the end of the backward pass, so `logits` may use it.
+    """
+    for param in network.parameters():
+        # As `adapt` does with a network that is on CUDA.
+        if device.type == "cuda" and param.ndim > 1 and not param.requires_grad:
+            param.data = param.data.bfloat16()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in [*network.mixers, *network.blocks, network]:
+        fully_shard(module, mesh=mesh)
+        # Gradients are parts of a mean over the global batch: they are summed, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(network, "features")
+
+
+def rows_of(tensor):
+    """Return the rows of a sharded tensor that this rank holds, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def sharded_passes(network, table):
+    """A block of forward and backward passes. The weights are rounded as `quantized` does.
+
+    The scales are those of whole tensors: DTensor sums over the ranks. table: {} for no rounding.
+    """
+    tensors = network.state_dict()
+    rows = []
+    values = []
+    for names, _, codes, scales, _ in quantize_groups(tensors, table):
+        rows += [rows_of(tensors[name]) for name in names]
+        values += map(rows_of, dequantize(codes, scales))
+    with swapped(rows, values) if rows else contextlib.nullcontext():
+        yield
+    network.reshard()
+
+
+def keep_pace(trainer, items, batch_items):
+    """Run a batch of nothing if other ranks have one batch more: every rank must join in.
+
+    items: those that the ranks share; batch_items: those in a batch.
+    """
+    runtime = trainer.runtime
+    share = len(range(items)[runtime.rank :: runtime.world_size])
+    most = math.ceil(items / (runtime.world_size * batch_items))
+    if trainer.sharded and math.ceil(share / batch_items) < most:
+        ids = torch.zeros(1, 1, dtype=torch.long, device=runtime.device)
+        logits = trainer.network.logits(trainer.network.features(ids))
+        if logits.requires_grad:
+            (0 * logits.sum()).backward()
+
+
+class ShardedOptimizers(Optimizers):
+    """Optimizers that update the rows of this rank, which need no other rows.
+
+    optimizers: those of the sharded parameters. `params` are the rows, in the parameters' memory.
+    """
+
+    def __init__(self, optimizers):
+        vars(self).update(vars(optimizers))
+        rows = {}
+        for param in optimizers.params:
+            rows[param] = nn.Parameter(rows_of(param.detach()))
+            rows[param].grad = rows_of(param.grad)
+        self.params = {rows[param]: name for param, name in optimizers.params.items()}
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                if isinstance(optimizer, AdamW8bit):
+                    check_blocks(group["params"])
+                group["params"] = [rows[param] for param in group["params"]]
+
+    def reduce_gradients(self, runtime, clip, extra):
+        """Sum `extra` over ranks and clip the global norm; FSDP has summed the gradients."""
+        norm = nn.utils.get_total_norm([param.grad for param in self.params])
+        sums = runtime.sum(torch.cat([extra, norm.square()[None]]))
+        norm = sums[-1].sqrt()
+        nn.utils.clip_grads_with_norm_(self.params, clip or math.inf, norm)
+        return norm, sums[:-1]
+
+
+def check_blocks(params):
+    """Raise UserError if ranks would share a block of AdamW8bit's state, which is of 256 weights."""
+    ranks = dist.get_world_size()
+    for param in params:
+        if len(param) % ranks or param.numel() // ranks % 256:
+            raise UserError(
+                f"OPTIMIZER='adamw8bit': with SHARD=1 each of the {ranks} ranks must have as many "
+                f"rows, and a multiple of 256 weights, of a matrix of shape {tuple(param.shape)}"
+            )
+
+
+# Checkpoints of a sharded run have whole tensors, as those of any run.
+def join_rows(rows):
+    """Return the whole tensor on rank 0's CPU; every rank must call it. Elsewhere return the rows.
+
+    AdamW8bit's state, of three dimensions, is joined in the second.
+    """
+    rows = rows.detach().cpu()
+    if not rows.ndim:
+        return rows  # a counter, equal on all ranks
+    pieces = [rows] * dist.get_world_size()
+    dist.gather_object(rows, None if dist.get_rank() else pieces)
+    return rows if dist.get_rank() else torch.cat(pieces, rows.ndim // 3)
+
+
+def take_rows(whole, device):
+    """Return a copy of this rank's part of what join_rows returns on rank 0, on the device."""
+    if whole.ndim:
+        dim = whole.ndim // 3
+        nothing = whole.narrow(dim, 0, 0)  # if there are fewer rows than ranks
+        ranks = dist.get_world_size()
+        whole = [*whole.chunk(ranks, dim), *[nothing] * ranks][dist.get_rank()]
+    return whole.to(device, copy=True)
+
+
+@dataclass
+class ShardedPart:
+    """A part of a run, such as its optimizers, whose checkpoints have whole tensors."""
+
+    part: object
+    device: torch.device
+
+    def state_dict(self):
+        """Return the state, whole on rank 0; every rank must call it."""
+        return tree_map_only(Tensor, join_rows, self.part.state_dict())
+
+    def load_state_dict(self, saved):
+        """Replace the state by this rank's part of a whole one."""
+        take = functools.partial(take_rows, device=self.device)
+        self.part.load_state_dict(tree_map_only(Tensor, take, saved))
+
+
+@dataclass
+class NetworkRows:
+    """The rows of a sharded network that this rank holds."""
+
+    network: GPT
+
+    def state_dict(self):
+        """Return name -> rows, in the memory of the weights."""
+        return {name: rows_of(tensor) for name, tensor in self.network.state_dict().items()}
+
+    def load_state_dict(self, saved):
+        """Replace the rows."""
+        for name, rows in self.state_dict().items():
+            rows.copy_(saved[name])
+
+
+def save_run(run):
+    """Write a checkpoint; see Run.save."""
+    if is_sharded(run.settings, run.runtime) and run.runtime.rank and run.saved_step != run.step:
+        # Rank 0 does it in run.save, and in the same order: each gives it what it holds.
+        for part in run.parts.values():
+            part.state_dict()
+    run.save()
+
+
+def load_run(run, folder):
+    """Restore a checkpoint; see Run.load. A rank of a sharded run reads no more than it keeps."""
+    runtime = run.runtime
+    run.runtime = loading_runtime(run.settings, runtime)
+    with serialization.config.patch("load.mmap", is_sharded(run.settings, runtime)):
+        run.load(folder)
+    run.runtime = runtime
+
+
+# === end: sharding ===
+
+
 # === shared: finetuning ===
 def grow_roles(network, tokenizer):
     """Return the tokenizer with role tokens; if it had none, the network grows by rows for them.
@@ -3735,20 +3948,41 @@ class Finetuner:
         self.network = network
         self.settings = settings
         self.runtime = runtime
-        self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(network, runtime.device)
+        self.sharded = is_sharded(settings, runtime)
+        self.place_network()
+        # Ranks that share weights must have the same number of micro-batches.
+        fitting = runtime.agree(fitting_tokens(network, runtime.device))
+        self.micro_tokens = settings.micro_batch_tokens or fitting
         self.table = quant_table(settings)
         self.qat = False  # whether weights are rounded as in the artifact
         self.params = [param for param in network.parameters() if param.requires_grad]
         self.optimizers = policy_optimizers(nn.ModuleList([network, *modules]), settings, runtime)
+        if self.sharded:
+            self.optimizers = ShardedOptimizers(self.optimizers)
+            self.params = [*self.optimizers.params]
         self.averages = {}
         for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
             if getattr(settings, name):
                 self.averages[name] = Average(self.params, memory)
+        self.parts = {"network": network, "optimizers": self.optimizers, **self.averages}
+        if self.sharded:
+            self.parts["network"] = NetworkRows(network)
+            for name, part in self.parts.items():
+                self.parts[name] = ShardedPart(part, runtime.device)
         if settings.compile:
             compile_features(network, settings.train_seq_len)
 
+    def place_network(self):
+        """Bring the network to the device, in shards if SHARD=1."""
+        if self.sharded:
+            shard_network(self.network, self.runtime.device)
+        else:
+            self.network.to(self.runtime.device)
+
     def weights(self):
         """Return a context in which weights are rounded as in the artifact if QAT is on."""
+        if self.sharded:
+            return sharded_passes(self.network, self.table if self.qat else {})
         return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
 
     def begin_step(self, run):
@@ -3814,31 +4048,33 @@ def finish(run, trainer, tokenizer, metrics, loss):
     """
     handle_stop_signals(signal.SIG_DFL)
     log_step(run, metrics)
-    network = trainer.network
     run.write_json("progress.json", {"progress": run.clock.used})
     run.clock.start()
     # Adapters are quantized as parts of the weights that they change.
     trainer.qat = not run.settings.lora_rank
     chosen = choose_weights(trainer, loss, run.log)
-    merge_lora(network)
-    state = network.state_dict()
-    content = pack_artifact(
-        state,
-        quantize_all(state, trainer.table),
-        settings=asdict(network.config),
-        tokenizer_sha256=tokenizer.sha256,
-        meta={"seed": run.settings.seed, "tokenizer": tokenizer.file},
-    )
+    config = trainer.network.config
+    state = trainer.parts["network"].state_dict()
+    content = b""
+    if run.runtime.rank == 0 or not trainer.sharded:  # other ranks have rows of it alone
+        state = merge_lora(assemble(config, state)).state_dict()
+        content = pack_artifact(
+            state,
+            quantize_all(state, trainer.table),
+            settings=asdict(config),
+            tokenizer_sha256=tokenizer.sha256,
+            meta={"seed": run.settings.seed, "tokenizer": tokenizer.file},
+        )
     run.clock.stop()
-    run.write_artifact(content)
+    content = run.write_artifact(content).read_bytes()
     trainer.network, *_ = load_model("ARTIFACT", str(run.folder))
-    trainer.network.to(run.runtime.device)
     trainer.qat = False
+    trainer.place_network()
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "data_sha256": run.identity["data_sha256"],
         "last": {name: float(value) for name, value in metrics.items()},
-        "params": count_parameters(network),
+        "params": count_parameters(trainer.network),
         "weights": chosen,
     }
     return content, facts
@@ -4041,6 +4277,7 @@ class DPOTrainer(Finetuner, Saved):
         count = max(1, self.micro_tokens // (2 * self.settings.train_seq_len))
         for begin in range(0, len(share), count):
             yield pair_batch(pairs, share[begin : begin + count], runtime.device)
+        keep_pace(self, len(pairs), count)
 
     @torch.no_grad()
     def score(self, pairs):
@@ -4080,7 +4317,7 @@ def reference_scores(trainer, parts, data_sha256, run):
         return torch.zeros(sum(map(len, parts)), 2, dtype=torch.float64)
     text = f"{data_sha256} {trainer.network.config} {sha256_file(__file__)}"
     digest = hashlib.sha256(text.encode())
-    for tensor in trainer.network.state_dict().values():
+    for tensor in trainer.parts["network"].state_dict().values():
         digest.update(tensor.cpu().numpy().tobytes())
     path = run.folder.parent / "cache" / f"reference_{digest.hexdigest()[:32]}.npy"
     scores = None
@@ -4113,7 +4350,7 @@ def main():
         )
 
     # policy, pairs and run
-    network, tokenizer, source = load_start(settings, runtime)
+    network, tokenizer, source = load_start(settings, loading_runtime(settings, runtime))
     tokenizer = fit_network(network, tokenizer, source, settings)
     is_reward = settings.objective == "reward"
     if is_reward and not hasattr(network, "w_value"):
@@ -4150,15 +4387,13 @@ def main():
         network.w_value.requires_grad_(True)  # beside adapters, too
     trainer = DPOTrainer(network, settings, runtime)
     run.parts.update(
-        network=network,
-        optimizers=trainer.optimizers,
         trainer=trainer,
-        **trainer.averages,
+        **trainer.parts,
     )
     log(f"parameters: {name_values(count_parameters(network))}")
     log(f"batch: an epoch is {len(epoch_order(0))} pairs in steps of {settings.pairs_per_step}")
     if checkpoint:
-        run.load(checkpoint)
+        load_run(run, checkpoint)
     else:
         parts = [data.train, data.choice, data.held_out]
         reference = reference_scores(trainer, parts, data.sha256, run)
@@ -4202,7 +4437,7 @@ def main():
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or stopping or save_is_due:
             with clock.paused():
-                run.save()
+                save_run(run)
         if last_step or stopping:
             break
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))

@@ -2824,9 +2824,15 @@ def load_model(name, path):
             f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
         )
     known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
+    config = GPTConfig(**{field: shape[field] for field in known})
+    return assemble(config, tensors), tokenizer, str(file)
+
+
+def assemble(config, tensors):
+    """Return the network whose weights are these tensors, with adapters and value head if any."""
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
     with torch.device("meta"):  # takes no memory: the tensors become the weights
-        network = GPT(GPTConfig(**{field: shape[field] for field in known}))
+        network = GPT(config)
         if ranks:
             setup_lora_adapter(network, ranks[0])
         if "w_value" in tensors:
@@ -2835,7 +2841,7 @@ def load_model(name, path):
     network.load_state_dict(tensors, assign=True)
     for name, param in network.named_parameters():
         vars(param).update(vars(empty[name]))  # Muon's splits
-    return network, tokenizer, str(file)
+    return network
 
 
 def add_value_head(network):
