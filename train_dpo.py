@@ -49,7 +49,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -3662,27 +3661,21 @@ def fitting_tokens(network, device):
 
 # === shared: sharding ===
 def check_sharding(settings):
-    """Raise UserError if SHARD=1 does not go with another setting."""
-    if settings.shard and settings.optimizer == "muon":
-        raise UserError(
-            "OPTIMIZER='muon': must be adamw, lion or adamw8bit with SHARD=1, where no rank holds a "
-            "whole matrix"
-        )
+    """Raise UserError if SHARD=1 does not go with another setting, or there are no ranks."""
+    if not settings.shard:
+        return
+    if "RANK" not in os.environ:
+        raise UserError("SHARD=1: must be 0 without torchrun, which starts the ranks")
+    if settings.optimizer == "muon":
+        raise UserError("OPTIMIZER='muon': must be adamw, lion or adamw8bit with SHARD=1")
     for name in ("compile", "teacher"):
-        if settings.shard and getattr(settings, name, ""):
+        if getattr(settings, name, ""):
             raise UserError(f"SHARD=1: must be 0 with {name.upper()}")
-
-
-def is_sharded(settings, runtime):
-    """Return whether weights are sharded: a process without ranks has nobody to share with."""
-    return settings.shard and runtime.distributed
 
 
 def loading_runtime(settings, runtime):
     """Return the runtime for load_start: a network that is to be sharded stays on the CPU at first."""
-    if is_sharded(settings, runtime):
-        return replace(runtime, device=torch.device("cpu"))
-    return runtime
+    return replace(runtime, device=torch.device("cpu")) if settings.shard else runtime
 
 
 def shard_network(network, device):
@@ -3696,7 +3689,7 @@ def shard_network(network, device):
         # As `adapt` does with a network that is on CUDA.
         if device.type == "cuda" and param.ndim > 1 and not param.requires_grad:
             param.data = param.data.bfloat16()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for module in [*network.mixers, *network.blocks, network]:
         fully_shard(module, mesh=mesh)
         # Gradients are parts of a mean over the global batch: they are summed, not averaged.
@@ -3727,15 +3720,13 @@ def sharded_passes(network, table):
     network.reshard()
 
 
-def keep_pace(trainer, items, batch_items):
-    """Run a batch of nothing if other ranks have one batch more: every rank must join in.
+def keep_pace(trainer, share, items, count):
+    """Run a batch of nothing if other ranks have one batch more, because every rank must join in.
 
-    items: those that the ranks share; batch_items: those in a batch.
+    share: number of this rank's items of all `items`; count: of those in a batch.
     """
     runtime = trainer.runtime
-    share = len(range(items)[runtime.rank :: runtime.world_size])
-    most = math.ceil(items / (runtime.world_size * batch_items))
-    if trainer.sharded and math.ceil(share / batch_items) < most:
+    if trainer.settings.shard and share % count == 0 and share * runtime.world_size < items:
         ids = torch.zeros(1, 1, dtype=torch.long, device=runtime.device)
         logits = trainer.network.logits(trainer.network.features(ids))
         if logits.requires_grad:
@@ -3750,6 +3741,7 @@ class ShardedOptimizers(Optimizers):
 
     def __init__(self, optimizers):
         vars(self).update(vars(optimizers))
+        self.sharded = [*optimizers.params]
         rows = {}
         for param in optimizers.params:
             rows[param] = nn.Parameter(rows_of(param.detach()))
@@ -3763,11 +3755,8 @@ class ShardedOptimizers(Optimizers):
 
     def reduce_gradients(self, runtime, clip, extra):
         """Sum `extra` over ranks and clip the global norm; FSDP has summed the gradients."""
-        norm = nn.utils.get_total_norm([param.grad for param in self.params])
-        sums = runtime.sum(torch.cat([extra, norm.square()[None]]))
-        norm = sums[-1].sqrt()
-        nn.utils.clip_grads_with_norm_(self.params, clip or math.inf, norm)
-        return norm, sums[:-1]
+        norm = nn.utils.clip_grad_norm_(self.sharded, clip or math.inf)
+        return norm.full_tensor(), runtime.sum(extra)
 
 
 def check_blocks(params):
@@ -3776,8 +3765,8 @@ def check_blocks(params):
     for param in params:
         if len(param) % ranks or param.numel() // ranks % 256:
             raise UserError(
-                f"OPTIMIZER='adamw8bit': with SHARD=1 each of the {ranks} ranks must have as many "
-                f"rows, and a multiple of 256 weights, of a matrix of shape {tuple(param.shape)}"
+                f"OPTIMIZER='adamw8bit': {ranks} ranks with SHARD=1 cannot share the rows of a matrix "
+                f"{tuple(param.shape)} equally, in blocks of 256 weights"
             )
 
 
@@ -3799,9 +3788,9 @@ def take_rows(whole, device):
     """Return a copy of this rank's part of what join_rows returns on rank 0, on the device."""
     if whole.ndim:
         dim = whole.ndim // 3
-        nothing = whole.narrow(dim, 0, 0)  # if there are fewer rows than ranks
-        ranks = dist.get_world_size()
-        whole = [*whole.chunk(ranks, dim), *[nothing] * ranks][dist.get_rank()]
+        count = math.ceil(whole.size(dim) / dist.get_world_size())  # as FSDP counts
+        begin = count * dist.get_rank()
+        whole = whole.transpose(0, dim)[begin : begin + count].transpose(0, dim)
     return whole.to(device, copy=True)
 
 
@@ -3840,7 +3829,7 @@ class NetworkRows:
 
 def save_run(run):
     """Write a checkpoint; see Run.save."""
-    if is_sharded(run.settings, run.runtime) and run.runtime.rank and run.saved_step != run.step:
+    if run.settings.shard and run.runtime.rank and run.saved_step != run.step:
         # Rank 0 does it in run.save, and in the same order: each gives it what it holds.
         for part in run.parts.values():
             part.state_dict()
@@ -3851,7 +3840,7 @@ def load_run(run, folder):
     """Restore a checkpoint; see Run.load. A rank of a sharded run reads no more than it keeps."""
     runtime = run.runtime
     run.runtime = loading_runtime(run.settings, runtime)
-    with serialization.config.patch("load.mmap", is_sharded(run.settings, runtime)):
+    with serialization.config.patch("load.mmap", run.settings.shard):
         run.load(folder)
     run.runtime = runtime
 
@@ -3948,7 +3937,6 @@ class Finetuner:
         self.network = network
         self.settings = settings
         self.runtime = runtime
-        self.sharded = is_sharded(settings, runtime)
         self.place_network()
         # Ranks that share weights must have the same number of micro-batches.
         fitting = runtime.agree(fitting_tokens(network, runtime.device))
@@ -3957,7 +3945,7 @@ class Finetuner:
         self.qat = False  # whether weights are rounded as in the artifact
         self.params = [param for param in network.parameters() if param.requires_grad]
         self.optimizers = policy_optimizers(nn.ModuleList([network, *modules]), settings, runtime)
-        if self.sharded:
+        if self.settings.shard:
             self.optimizers = ShardedOptimizers(self.optimizers)
             self.params = [*self.optimizers.params]
         self.averages = {}
@@ -3965,7 +3953,7 @@ class Finetuner:
             if getattr(settings, name):
                 self.averages[name] = Average(self.params, memory)
         self.parts = {"network": network, "optimizers": self.optimizers, **self.averages}
-        if self.sharded:
+        if self.settings.shard:
             self.parts["network"] = NetworkRows(network)
             for name, part in self.parts.items():
                 self.parts[name] = ShardedPart(part, runtime.device)
@@ -3974,14 +3962,14 @@ class Finetuner:
 
     def place_network(self):
         """Bring the network to the device, in shards if SHARD=1."""
-        if self.sharded:
+        if self.settings.shard:
             shard_network(self.network, self.runtime.device)
         else:
             self.network.to(self.runtime.device)
 
     def weights(self):
         """Return a context in which weights are rounded as in the artifact if QAT is on."""
-        if self.sharded:
+        if self.settings.shard:
             return sharded_passes(self.network, self.table if self.qat else {})
         return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
 
@@ -4056,7 +4044,7 @@ def finish(run, trainer, tokenizer, metrics, loss):
     config = trainer.network.config
     state = trainer.parts["network"].state_dict()
     content = b""
-    if run.runtime.rank == 0 or not trainer.sharded:  # other ranks have rows of it alone
+    if run.runtime.rank == 0 or not trainer.settings.shard:  # other ranks have rows of it alone
         state = merge_lora(assemble(config, state)).state_dict()
         content = pack_artifact(
             state,
@@ -4277,7 +4265,7 @@ class DPOTrainer(Finetuner, Saved):
         count = max(1, self.micro_tokens // (2 * self.settings.train_seq_len))
         for begin in range(0, len(share), count):
             yield pair_batch(pairs, share[begin : begin + count], runtime.device)
-        keep_pace(self, len(pairs), count)
+        keep_pace(self, len(share), len(pairs), count)
 
     @torch.no_grad()
     def score(self, pairs):
