@@ -18,6 +18,7 @@ log.txt, checkpoints, model.upar (the artifact, read back and scored at the end)
 Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
+import atexit
 import base64
 import bisect
 import collections
@@ -25,6 +26,7 @@ import contextlib
 import difflib
 import faulthandler
 import functools
+import gc
 import hashlib
 import inspect
 import io
@@ -56,7 +58,7 @@ import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import serialization
@@ -3825,6 +3827,9 @@ def shard_network(network, device):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(network, "features")
+    # FSDP's objects, which refer to each other, keep the process group: its threads must end before
+    # Python does, or one process in eight aborts.
+    atexit.register(gc.collect)
 
 
 def rows_of(tensor):
@@ -3905,7 +3910,7 @@ def join_rows(rows):
 
     AdamW8bit's state, of three dimensions, is joined in the second.
     """
-    rows = rows.detach().cpu()
+    rows = rows_of(rows).detach().cpu()
     if not rows.ndim:
         return rows  # a counter, equal on all ranks
     pieces = [rows] * dist.get_world_size()
@@ -3913,14 +3918,12 @@ def join_rows(rows):
     return rows if dist.get_rank() else torch.cat(pieces, rows.ndim // 3)
 
 
-def take_rows(whole, device):
-    """Return a copy of this rank's part of what join_rows returns on rank 0, on the device."""
-    if whole.ndim:
-        dim = whole.ndim // 3
-        count = math.ceil(whole.size(dim) / dist.get_world_size())  # as FSDP counts
-        begin = count * dist.get_rank()
-        whole = whole.transpose(0, dim)[begin : begin + count].transpose(0, dim)
-    return whole.to(device, copy=True)
+def take_rows(whole, mesh):
+    """Return this rank's part of what join_rows returns on rank 0, as a DTensor; of a counter all."""
+    if not whole.ndim:
+        return whole.to(mesh.device_type)
+    # Every rank has read the whole tensor: None sends nothing.
+    return distribute_tensor(whole, mesh, [Shard(whole.ndim // 3)], src_data_rank=None)
 
 
 @dataclass
@@ -3928,7 +3931,7 @@ class ShardedPart:
     """A part of a run, such as its optimizers, whose checkpoints have whole tensors."""
 
     part: object
-    device: torch.device
+    mesh: object
 
     def state_dict(self):
         """Return the state, whole on rank 0; every rank must call it."""
@@ -3936,24 +3939,11 @@ class ShardedPart:
 
     def load_state_dict(self, saved):
         """Replace the state by this rank's part of a whole one."""
-        take = functools.partial(take_rows, device=self.device)
-        self.part.load_state_dict(tree_map_only(Tensor, take, saved))
-
-
-@dataclass
-class NetworkRows:
-    """The rows of a sharded network that this rank holds."""
-
-    network: GPT
-
-    def state_dict(self):
-        """Return name -> rows, in the memory of the weights."""
-        return {name: rows_of(tensor) for name, tensor in self.network.state_dict().items()}
-
-    def load_state_dict(self, saved):
-        """Replace the rows."""
-        for name, rows in self.state_dict().items():
-            rows.copy_(saved[name])
+        take = functools.partial(take_rows, mesh=self.mesh)
+        state = tree_map_only(Tensor, take, saved)
+        if not isinstance(self.part, GPT):
+            state = tree_map_only(DTensor, DTensor.to_local, state)
+        self.part.load_state_dict(state)
 
 
 def save_run(run):
@@ -4083,9 +4073,8 @@ class Finetuner:
                 self.averages[name] = Average(self.params, memory)
         self.parts = {"network": network, "optimizers": self.optimizers, **self.averages}
         if self.settings.shard:
-            self.parts["network"] = NetworkRows(network)
             for name, part in self.parts.items():
-                self.parts[name] = ShardedPart(part, runtime.device)
+                self.parts[name] = ShardedPart(part, network.embed.device_mesh)
         if settings.compile:
             compile_features(network, settings.train_seq_len)
 

@@ -4,10 +4,10 @@ import json
 import re
 import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sample as P
 import train_dpo as D
@@ -212,19 +212,23 @@ def test_blocks_of_adamw8bit_are_not_shared(monkeypatch):
             S.check_blocks([torch.zeros(shape)])
 
 
-@pytest.mark.parametrize("shape", [(5,), (1, 3), (7, 2), (8, 2), (2, 6, 256)], ids=str)
-def test_ranks_take_the_rows_that_they_join(monkeypatch, shape):
+@pytest.fixture
+def mesh():
+    """Return the mesh of a process group of one rank that believes to be one of four."""
+    S.dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    yield S.dist.init_device_mesh("cpu", (4,))
+    S.dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 3), (7, 2), (8, 2), (2, 8, 256)], ids=str)
+def test_a_rank_takes_its_rows(mesh, shape):
     whole = torch.arange(torch.tensor(shape).prod()).view(shape)
     dim = 1 if len(shape) == 3 else 0
-    pieces = []
-    for rank in range(4):
-        monkeypatch.setattr(
-            S, "dist", SimpleNamespace(get_rank=lambda r=rank: r, get_world_size=lambda: 4)
-        )
-        pieces.append(S.take_rows(whole, torch.device("cpu")))
-    expected = list(whole.chunk(4, dim))
-    assert all(torch.equal(*pair) for pair in zip(pieces, expected, strict=False))
-    assert torch.equal(torch.cat(pieces, dim), whole)
+    chunks = whole.chunk(4, dim)
+    nothing = whole.narrow(dim, 0, 0)
+    expected = chunks[2] if len(chunks) > 2 else nothing
+    assert torch.equal(S.take_rows(whole, mesh).to_local(), expected)
+    assert S.take_rows(torch.tensor(3.0), mesh).item() == 3
 
 
 # ---------------------------------------------------------------------------------------- long tests
