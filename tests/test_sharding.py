@@ -4,6 +4,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,10 +17,14 @@ import train_sft as S
 from conftest import (
     BYTES,
     POST,
+    ROOT,
     Place,
+    blocks,
     own_settings,
     pack,
+    rank_environments,
     refusal,
+    run_guide,
     small_network,
     stop_at,
     write_lines,
@@ -116,12 +122,16 @@ def two(place):
     return "two"
 
 
-def assert_close(place, out, other, rel=1e-5):
+def assert_close(place, out, other):
     """Two runs had the same losses and gradient norms, and ended with the same scores."""
-    assert [*place.logged(out, "loss")] == [*place.logged(other, "loss")]
-    for name in ("loss", "grad_norm"):
-        ours, theirs = (place.logged(run, name) for run in (out, other))
-        assert len(ours) >= 5 and ours == pytest.approx(theirs, rel=rel, abs=1e-5), name
+    for name, rel in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        ours, theirs = ({**place.logged(run, name)} for run in (out, other))
+        for run, values in ((out, ours), (other, theirs)):
+            values.pop(0, None)  # a held-out loss, as the last one
+            values[8] = place.result(run)["last"][name]
+        # The line of a step after which a signal stopped the run is missing.
+        assert len(ours) >= 5 and theirs.keys() == {*range(1, 9)}
+        assert ours == pytest.approx({step: theirs[step] for step in ours}, rel=rel), name
     ours, theirs = (place.result(run) for run in (out, other))
     for key in ("before", "after"):
         assert ours[key]["loss"] == pytest.approx(theirs[key]["loss"], rel=1e-3)
@@ -312,3 +322,39 @@ def test_pairs_of_two_and_four_ranks(pairs):
     assert len([*(pairs.folder / "dpo on 2" / "cache").iterdir()]) == 1
     names = [next((pairs.folder / out / "cache").iterdir()).name for out in ("dpo", "dpo on 2")]
     assert names[0] == names[1]
+
+
+# --------------------------------------------------------------------------------------- the guide
+def test_the_slurm_script_is_bash_and_its_settings_are_settings(tmp_path):
+    (script,) = blocks("scale.md", "sh")
+    (tmp_path / "job.sbatch").write_text(script)
+    assert subprocess.run(["bash", "-n", tmp_path / "job.sbatch"]).returncode == 0
+    (exported,) = re.findall(r"^export RUN_ID.*$", script, re.M)
+    names = re.findall(r"\b([A-Z_]+)=", exported)
+    assert "SHARD" in names and {name.lower() for name in names} <= vars(S.Settings).keys()
+
+
+@pytest.mark.full
+def test_every_command_of_the_guide(tmp_path):
+    write_rows(tmp_path / "a.jsonl")
+    write_pairs(tmp_path / "pairs.jsonl")
+    run_guide("scale.md", tmp_path, least=4)
+    for name in ("sharded", "pairs", "adapted"):
+        result = json.loads((tmp_path / "runs" / name / "result.json").read_text())
+        assert result["world_size"] == 2 and result["settings"]["shard"]
+
+
+@pytest.mark.full
+def test_the_command_for_two_nodes(place):
+    """Two torchruns on this machine are the nodes."""
+    (command,) = re.findall(r"^RUN_ID=big (.*)$", (ROOT / "docs/scale.md").read_text(), re.M)
+    (port,) = {environ["MASTER_PORT"] for environ in rank_environments(1)}
+    command = command.replace("HOST:29400", f"localhost:{port}").replace(
+        "proc_per_node=8", "proc_per_node=1"
+    )
+    words = command.split()[1:]
+    assert command.startswith("SHARD=1 torchrun ") and words[-1] == "train_sft.py"
+    run = [sys.executable, "-m", "torch.distributed.run", *words[1:-1], ROOT / words[-1]]
+    nodes = [subprocess.Popen(run, env=place.environment("nodes")) for _ in range(2)]
+    assert [node.wait(200) for node in nodes] == [0, 0]
+    assert place.result("nodes")["world_size"] == 2
