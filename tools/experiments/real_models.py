@@ -43,7 +43,7 @@ PRETRAINING = dict(train_batch_tokens=4096, qat=0, eval_stride=0, holdout_tokens
 TUNING = dict(qat=0, ema=0, swa=0, learning_rate=0.0005, train_seq_len=256, train_batch_tokens=2048)
 RL = dict(
     qat=0,
-    learning_rate=0.0003,
+    learning_rate=0.0001,
     max_new_tokens=72,
     prompts_per_step=16,
     mini_batches=2,
