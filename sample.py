@@ -2307,11 +2307,32 @@ ROOM = 64  # tokens for which a Decoder makes room at a time
 
 @dataclass
 class Sample:
-    """What followed a prompt. Greedy tokens have a log-probability of 0."""
+    """What followed a prompt.
 
-    ids: list[int]  # a stop token included
-    logps: list[float]  # log-probabilities of the ids where they were drawn
-    finished: bool  # whether a stop token ended it
+    reply: function of the sample that is called when a stop token ends an answer. It returns ids
+    with which the text goes on before the next answer; with none the sample ends. None: the first
+    answer ends it.
+    """
+
+    reply: Callable = None
+    ids: list[int] = field(default_factory=list)  # stop tokens included
+    # of the ids where they were drawn: 0 for greedy ones, None for ids of a reply
+    logps: list[float] = field(default_factory=list)
+    finished: bool = False  # whether a stop token ended it
+    given: list[int] = field(default_factory=list)  # ids of a reply that are to come
+
+    def take(self, token, logp, stop):
+        """Go on by a drawn token, or by the next one of a reply; return it."""
+        if self.given:
+            self.ids.append(self.given.pop(0))
+            self.logps.append(None)
+            return self.ids[-1]
+        self.ids.append(token)
+        self.logps.append(logp)
+        if token in stop:
+            self.given = self.reply(self) if self.reply else []
+            self.finished = not self.given
+        return token
 
 
 def gdn_step(q, k, v, g, beta, state):
@@ -2472,12 +2493,15 @@ def draw(logits, temperature, uniform, truncate=None):
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
-def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None):
+def generate(
+    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, replies=None
+):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end a sample. See `draw`.
+    products. stop: ids that end an answer. replies: of each sample, see Sample. See `draw`.
     """
+    replies = iter(replies or itertools.repeat(None))
     samples = []
     # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
     texts = min(4096, 2**28 // network.config.vocab_size)
@@ -2491,18 +2515,18 @@ def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, 
         draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
         decoder = Decoder(network, prompts[batch])
         decoder.take([row // count for row in range(len(draws))])
-        live = [Sample([], [], False) for _ in draws]  # those that the decoder goes on with
+        live = [Sample(next(replies)) for _ in draws]  # those that the decoder goes on with
         samples += live
         picks = None
         for step in range(max_new_tokens):
             if step:
                 decoder(picks)
             picks, logps = draw(decoder.logits, temperature, draws[:, step], truncate)
-            for sample, token, logp in zip(live, picks.tolist(), logps.tolist(), strict=True):
-                if not sample.finished:
-                    sample.ids.append(token)
-                    sample.logps.append(logp)
-                    sample.finished = token in stop
+            tokens = picks.tolist()
+            for row, logp in enumerate(logps.tolist()):
+                if not live[row].finished:
+                    tokens[row] = live[row].take(tokens[row], logp, stop)
+            picks = torch.tensor(tokens, device=picks.device)
             running = [row for row, sample in enumerate(live) if not sample.finished]
             if not running:
                 break

@@ -93,6 +93,10 @@ class Settings:
     val_files: str = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
     reward: str = "exact"  # of an answer: exact, or file.py:function, see load_reward
     eval_prompts: int = bounded(512, 2)  # prompts that score the model, at most
+    # conversations in place of problems, see Episode
+    environment: str = ""  # file.py:Class of what answers the policy; empty: problems
+    max_turns: int = bounded(8, 1)  # answers of the policy in a conversation
+    discount: float = bounded(1.0, 0.0, 1.0)  # rewards count by its powers: DISCOUNT**turn
     # policy at the start
     # a run, a checkpoint or an artifact; train_sft.py alone makes a small network if it is empty
     init_from: str = ""
@@ -3245,11 +3249,32 @@ ROOM = 64  # tokens for which a Decoder makes room at a time
 
 @dataclass
 class Sample:
-    """What followed a prompt. Greedy tokens have a log-probability of 0."""
+    """What followed a prompt.
 
-    ids: list[int]  # a stop token included
-    logps: list[float]  # log-probabilities of the ids where they were drawn
-    finished: bool  # whether a stop token ended it
+    reply: function of the sample that is called when a stop token ends an answer. It returns ids
+    with which the text goes on before the next answer; with none the sample ends. None: the first
+    answer ends it.
+    """
+
+    reply: Callable = None
+    ids: list[int] = field(default_factory=list)  # stop tokens included
+    # of the ids where they were drawn: 0 for greedy ones, None for ids of a reply
+    logps: list[float] = field(default_factory=list)
+    finished: bool = False  # whether a stop token ended it
+    given: list[int] = field(default_factory=list)  # ids of a reply that are to come
+
+    def take(self, token, logp, stop):
+        """Go on by a drawn token, or by the next one of a reply; return it."""
+        if self.given:
+            self.ids.append(self.given.pop(0))
+            self.logps.append(None)
+            return self.ids[-1]
+        self.ids.append(token)
+        self.logps.append(logp)
+        if token in stop:
+            self.given = self.reply(self) if self.reply else []
+            self.finished = not self.given
+        return token
 
 
 def gdn_step(q, k, v, g, beta, state):
@@ -3410,12 +3435,15 @@ def draw(logits, temperature, uniform, truncate=None):
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
-def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None):
+def generate(
+    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, replies=None
+):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end a sample. See `draw`.
+    products. stop: ids that end an answer. replies: of each sample, see Sample. See `draw`.
     """
+    replies = iter(replies or itertools.repeat(None))
     samples = []
     # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
     texts = min(4096, 2**28 // network.config.vocab_size)
@@ -3429,18 +3457,18 @@ def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, 
         draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
         decoder = Decoder(network, prompts[batch])
         decoder.take([row // count for row in range(len(draws))])
-        live = [Sample([], [], False) for _ in draws]  # those that the decoder goes on with
+        live = [Sample(next(replies)) for _ in draws]  # those that the decoder goes on with
         samples += live
         picks = None
         for step in range(max_new_tokens):
             if step:
                 decoder(picks)
             picks, logps = draw(decoder.logits, temperature, draws[:, step], truncate)
-            for sample, token, logp in zip(live, picks.tolist(), logps.tolist(), strict=True):
-                if not sample.finished:
-                    sample.ids.append(token)
-                    sample.logps.append(logp)
-                    sample.finished = token in stop
+            tokens = picks.tolist()
+            for row, logp in enumerate(logps.tolist()):
+                if not live[row].finished:
+                    tokens[row] = live[row].take(tokens[row], logp, stop)
+            picks = torch.tensor(tokens, device=picks.device)
             running = [row for row, sample in enumerate(live) if not sample.finished]
             if not running:
                 break
@@ -3707,7 +3735,7 @@ EVAL_SAMPLES = 8  # of each held-out problem
 EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
 # What must stay when a run is resumed, beside the model's shape and the tokenizer.
 IDENTITY = (
-    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model"
+    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
 ).split()
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 
@@ -3720,7 +3748,7 @@ class Answer:
     prompt: list[int]
     text: str
     ids: list[int]
-    logps: list[float]  # of the ids, by the sampler
+    logps: list[float]  # of the ids, by the sampler; None where the policy did not draw them
     finished: bool  # whether a stop token ended it
 
 
@@ -3790,6 +3818,8 @@ def sum_rewards(functions, answers):
 def make_batches(rows, device, tokens):
     """Return rows (prompt ids, response ids, log-probabilities, advantage) as padded batches.
 
+    Ids of a response whose log-probability is None are context alone: the policy did not draw them.
+
     A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
     enters a state. ids (B, T); doc (B, T), zeros, because a row is one document; targets (B, T),
     the token after each if it is the response's, else -1; mask, where it is; sampled (B, T), the
@@ -3805,8 +3835,10 @@ def make_batches(rows, device, tokens):
         for prompt, response, logps, _ in rows[-count:]:
             before = len(prompt) - 1  # positions that predict a token of the prompt
             ids.append(torch.tensor([*prompt, *response[:-1]]))
-            targets.append(torch.tensor([*[-1] * before, *response]))
-            sampled.append(torch.tensor([*[0.0] * before, *logps]))
+            pairs = zip(response, logps, strict=True)
+            drawn = [-1 if logp is None else token for token, logp in pairs]
+            targets.append(torch.tensor([*[-1] * before, *drawn]))
+            sampled.append(torch.tensor([*[0.0] * before, *(logp or 0.0 for logp in logps)]))
         ids = pad_sequence(ids, batch_first=True).to(device)
         targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
         batches.append(
@@ -3883,6 +3915,11 @@ class PolicyTrainer:
     def prompt_ids(self, queries):
         """Return the ids of the prompts. Raises UserError if there is no room for an answer to one."""
         prompts = [chat_ids(self.tokenizer, prompt_of(query)) for query in queries]
+        self.check_room(prompts)
+        return prompts
+
+    def check_room(self, prompts):
+        """Raise UserError if there is no room for an answer to one of these prompts, lists of ids."""
         longest = max(map(len, prompts))
         length = self.settings.max_new_tokens
         context = self.network.config.train_seq_len
@@ -3891,7 +3928,6 @@ class PolicyTrainer:
                 f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has {longest} "
                 f"tokens, and the model's context is {context}"
             )
-        return prompts
 
     def sample(self, queries, count, temperature, seeds):
         """Return `count` Answers to each query, query by query."""
@@ -3903,7 +3939,11 @@ class PolicyTrainer:
         for index, sample in enumerate(samples):
             prompt = prompts[index // count]
             text = completion(self.tokenizer, prompt, sample.ids)
-            answers.append(Answer(queries[index // count], prompt, text, **vars(sample)))
+            answers.append(
+                Answer(
+                    queries[index // count], prompt, text, sample.ids, sample.logps, sample.finished
+                )
+            )
         return answers
 
     def sample_share(self, queries, step):
@@ -3917,6 +3957,10 @@ class PolicyTrainer:
     def rewards(self, answers):
         """Return the rewards of answers (n,)."""
         return sum_rewards(self.reward_funcs, answers)
+
+    def grades(self, answers, reward):
+        """Return the numbers (n,) by which answers are right from 1 on; reward: see load_reward."""
+        return sum_rewards([reward], answers)
 
     def make_rollout(self, answers, rewards, values, begin):
         """Return the Rollout of this rank's answers, begun at a time; rewards, values: (answers,).
@@ -3932,7 +3976,7 @@ class PolicyTrainer:
 
         groups = rewards.view(-1, self.settings.group_size)
         is_silent = (groups == groups[:, :1]).all(1).repeat_interleave(groups.size(1))
-        lengths = torch.tensor([len(answer.ids) for answer in answers])
+        lengths = torch.tensor([len(answer.ids) - answer.logps.count(None) for answer in answers])
         finished = torch.tensor([answer.finished for answer in answers])
         values = torch.stack([rewards, is_silent, lengths, finished])
         mean, variance = moments(values, self.runtime)
@@ -4018,7 +4062,7 @@ class Exam(Saved):
         share = slice(runtime.rank, None, runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
         answers = trainer.sample(problems[share], count, temperature, seeds[share])
-        values = mark(answers) if mark else sum_rewards([self.reward], answers) >= 1
+        values = mark(answers) if mark else trainer.grades(answers, self.reward) >= 1
         marks[share] = values.view(-1, count).to(marks)
         return runtime.sum(marks)
 
@@ -4174,6 +4218,215 @@ def score_artifact(run, trainer, exam):
 # === end: policy ===
 
 
+# === shared: environment ===
+STEP_SECONDS = 5.0  # that a method of an environment may take
+HELD_OUT_SEED = 1 << 30  # conversations with this seed and the next ones score the policy
+
+
+def load_environment(spec):
+    """Return the class that ENVIRONMENT=file.py:Class names. Raises UserError."""
+    path, _, name = spec.rpartition(":")
+    environment = None
+    if path.endswith(".py") and Path(path).is_file():
+        environment = runpy.run_path(path).get(name)
+    if not (hasattr(environment, "reset") and hasattr(environment, "step")):
+        raise UserError(
+            f"ENVIRONMENT={spec!r}: must be file.py:Class of a class with methods reset and step"
+        )
+    return environment
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A query of an environment: what its reset is given."""
+
+    seed: int
+
+
+def find_problems(settings):
+    """Return the problems to train on and to choose between averages, and held-out ones.
+
+    They are those of split_problems or, of an environment, seeds. Raises UserError.
+    """
+    if not settings.environment:
+        return split_problems(settings)
+    for name in ("train_files", "val_files", "reward"):
+        if getattr(settings, name) != getattr(Settings, name):
+            raise UserError(
+                f"{name.upper()}={getattr(settings, name)!r}: not read with ENVIRONMENT"
+            )
+    held_out = range(HELD_OUT_SEED, HELD_OUT_SEED + settings.eval_prompts)
+    choice = range(held_out.stop, held_out.stop + CHOICE_PROBLEMS)
+    first = settings.seed << 20
+    train = range(first, first + 65536)
+    return [list(map(Seed, seeds)) for seeds in (train, choice, held_out)]
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """A block that raises TimeoutError if it takes longer; it must be in the main thread."""
+
+    def end(number, frame):
+        raise TimeoutError(f"took more than {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def observation_ids(tokenizer, text):
+    """Return the ids that stand between an answer and the next one: a user's turn with this text."""
+    turn = ("<|user|>", text)
+    if "template" not in tokenizer.facts:
+        return asked_ids(tokenizer, [turn])[len(begin_ids(tokenizer)) :]
+    # What an imported model's template writes behind the token that ends an answer.
+    facts = tokenizer.facts
+    rendered = chat_text(tokenizer, [turn, ("<|assistant|>", "."), turn], True)
+    stops = [re.escape(name) for name, i in facts["added"].items() if i in facts["stop"]]
+    before = rendered[: rendered.rindex(text.strip())]
+    *_, stop = re.finditer("|".join(stops), before)
+    return tokenizer.encode_marked(rendered[stop.end() :])
+
+
+class Episode:
+    """A conversation with an environment: an object with `reset(seed)`, which returns the prompt, and
+    `step(text)`, which returns what it says to an answer, the reward, and whether it is over.
+
+    An environment must not end a run. After a fault the episode is over, and does not count.
+    """
+
+    def __init__(self, environment, seed, tokenizer, settings):
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.rewards = []  # of the answers so far
+        self.done = False  # whether the environment ended it
+        self.fault = ""
+        self.place = 0  # ids of the sample at which the present answer begins
+        self.environment = self.call(environment)
+        self.prompt = self.call(self.reset, seed) or "?"
+        self.prompt_ids = chat_ids(tokenizer, self.prompt)
+
+    def call(self, function, *arguments):
+        """Return what a function of the environment returns; None if it has a fault."""
+        try:
+            with time_limit(STEP_SECONDS):
+                return function(*arguments)
+        except Exception as error:  # whatever it raises, the run goes on
+            self.fault = self.fault or repr(error)
+            return None
+
+    def reset(self, seed):
+        """Return the prompt. Raises TypeError if it is no text."""
+        prompt = self.environment.reset(seed)
+        if not isinstance(prompt, str):
+            raise TypeError(f"reset returned {prompt!r:.80}, which is no text")
+        return prompt
+
+    def step(self, text):
+        """Return the ids that follow an answer; none at the end. Raises TypeError, ValueError."""
+        observation, reward, self.done = self.environment.step(text)
+        if not math.isfinite(reward):
+            raise ValueError(f"step returned the reward {reward}")
+        self.rewards.append(float(reward))
+        if self.done or len(self.rewards) == self.settings.max_turns:
+            return []
+        return observation_ids(self.tokenizer, observation)
+
+    def reply(self, sample):
+        """Return the ids that follow the answer with which a sample ends."""
+        context = [*self.prompt_ids, *sample.ids[: self.place]]
+        text = completion(self.tokenizer, context, sample.ids[self.place :])
+        given = self.call(self.step, text) or []
+        self.place = len(sample.ids) + len(given)
+        return given
+
+    def value(self, discount):
+        """Return the sum of the rewards; those of later answers count less."""
+        return sum(reward * discount**turn for turn, reward in enumerate(self.rewards))
+
+
+class EpisodeTrainer(PolicyTrainer):
+    """A PolicyTrainer that learns from conversations, if it has an environment: a class, see Episode.
+
+    Its queries are Seeds. The reward of a conversation is the discounted sum of those
+    of its answers.
+    """
+
+    environment = None
+
+    def sample(self, queries, count, temperature, seeds):
+        """Return `count` Answers to each query, query by query: conversations of several turns."""
+        if self.environment is None:
+            return super().sample(queries, count, temperature, seeds)
+        episodes = []
+        for query in queries:
+            for _ in range(count):
+                episode = Episode(self.environment, query.seed, self.tokenizer, self.settings)
+                episodes.append(episode)
+        prompts = [episode.prompt_ids for episode in episodes[::count]]
+        self.check_room(prompts)
+        length = self.settings.max_new_tokens
+        replies = [episode.reply for episode in episodes]
+        with torch.no_grad(), self.weights(), parametrize.cached():
+            samples = generate(
+                self.network, prompts, count, length, temperature, seeds, self.stop, None, replies
+            )
+        answers = []
+        for episode, sample in zip(episodes, samples, strict=True):
+            text = completion(self.tokenizer, episode.prompt_ids, sample.ids)
+            logps = sample.logps
+            if episode.fault:
+                logps = [None] * len(logps)  # nothing of it is learned
+            answer = Answer(episode, episode.prompt_ids, text, sample.ids, logps, sample.finished)
+            answers.append(answer)
+        return answers
+
+    def rewards(self, answers):
+        """Return the rewards of answers (n,). One whose episode has a fault gets its group's mean."""
+        if self.environment is None:
+            return super().rewards(answers)
+        discount = self.settings.discount
+        values = torch.tensor([answer.query.value(discount) for answer in answers]).double()
+        dropped = torch.tensor([bool(answer.query.fault) for answer in answers])
+        groups = values.view(-1, self.settings.group_size).masked_fill(
+            dropped.view(-1, self.settings.group_size), math.nan
+        )
+        groups = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups)
+        return groups.nan_to_num().flatten()
+
+    def make_rollout(self, answers, rewards, values, begin):
+        """Return the Rollout of this rank's answers, see PolicyTrainer, and what became of episodes.
+
+        Raises UserError if more than a tenth of all ranks' episodes have a fault.
+        """
+        rollout = super().make_rollout(answers, rewards, values, begin)
+        if self.environment is None:
+            return rollout
+        episodes = [answer.query for answer in answers]
+        facts = [(len(one.rewards), not one.done, bool(one.fault)) for one in episodes]
+        means, _ = moments(torch.tensor(facts).T, self.runtime)
+        rollout.metrics |= zip(("turns", "cut", "dropped"), means.tolist(), strict=True)
+        if rollout.metrics["dropped"] > 0.1:
+            raise UserError(
+                f"ENVIRONMENT={self.settings.environment!r}: {rollout.metrics['dropped']:.0%} of the "
+                f"episodes have a fault, at most 10% may; {max(one.fault for one in episodes)}"
+            )
+        return rollout
+
+    def grades(self, answers, reward):
+        """Return the numbers (n,) by which answers are right from 1 on: the sums of the rewards."""
+        if self.environment is None:
+            return super().grades(answers, reward)
+        return torch.tensor([answer.query.value(1.0) for answer in answers])
+
+
+# === end: environment ===
+
+
 # --------------------------------------------------------------------------------------- objective
 def group_advantages(rewards, scale, batch_std):
     """Return rewards (P, G) minus their group's mean, divided by a standard deviation.
@@ -4244,8 +4497,8 @@ def policy_loss(logps, batch, settings):
 GRPOConfig = Settings  # GRPOConfig(learning_rate=1e-4, group_size=16)
 
 
-class GRPOTrainer(PolicyTrainer):
-    """Group relative policy optimization; arguments and use as of PolicyTrainer."""
+class GRPOTrainer(EpisodeTrainer):
+    """Group relative policy optimization; arguments and use as of EpisodeTrainer."""
 
     @torch.no_grad()
     def rollout(self, queries, step):
@@ -4314,7 +4567,7 @@ def main():
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
     runtime = start_runtime(settings.device)
     prompts_unit(settings, runtime.world_size)
-    problems, choice, held_out = split_problems(settings)
+    problems, choice, held_out = find_problems(settings)
     reward = load_reward(settings.reward)
     exam = Exam(held_out, reward)
     network, tokenizer, source = load_start(settings, runtime)
@@ -4329,12 +4582,15 @@ def main():
     )
     adapt(network, settings)
     trainer = GRPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
+    if settings.environment:
+        trainer.environment = load_environment(settings.environment)
+    else:
+        trainer.prompt_ids(problems + choice + held_out)  # or a UserError, now and not in mid-run
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):
             averages[name] = Average(trainer.trained, memory)
     run.parts.update(averages)
-    trainer.prompt_ids(problems + choice + held_out)  # or a UserError, now and not in mid-run
     begin_run(run, trainer, exam, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 

@@ -3243,11 +3243,32 @@ ROOM = 64  # tokens for which a Decoder makes room at a time
 
 @dataclass
 class Sample:
-    """What followed a prompt. Greedy tokens have a log-probability of 0."""
+    """What followed a prompt.
 
-    ids: list[int]  # a stop token included
-    logps: list[float]  # log-probabilities of the ids where they were drawn
-    finished: bool  # whether a stop token ended it
+    reply: function of the sample that is called when a stop token ends an answer. It returns ids
+    with which the text goes on before the next answer; with none the sample ends. None: the first
+    answer ends it.
+    """
+
+    reply: Callable = None
+    ids: list[int] = field(default_factory=list)  # stop tokens included
+    # of the ids where they were drawn: 0 for greedy ones, None for ids of a reply
+    logps: list[float] = field(default_factory=list)
+    finished: bool = False  # whether a stop token ended it
+    given: list[int] = field(default_factory=list)  # ids of a reply that are to come
+
+    def take(self, token, logp, stop):
+        """Go on by a drawn token, or by the next one of a reply; return it."""
+        if self.given:
+            self.ids.append(self.given.pop(0))
+            self.logps.append(None)
+            return self.ids[-1]
+        self.ids.append(token)
+        self.logps.append(logp)
+        if token in stop:
+            self.given = self.reply(self) if self.reply else []
+            self.finished = not self.given
+        return token
 
 
 def gdn_step(q, k, v, g, beta, state):
@@ -3408,12 +3429,15 @@ def draw(logits, temperature, uniform, truncate=None):
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
-def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None):
+def generate(
+    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, replies=None
+):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end a sample. See `draw`.
+    products. stop: ids that end an answer. replies: of each sample, see Sample. See `draw`.
     """
+    replies = iter(replies or itertools.repeat(None))
     samples = []
     # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
     texts = min(4096, 2**28 // network.config.vocab_size)
@@ -3427,18 +3451,18 @@ def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, 
         draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
         decoder = Decoder(network, prompts[batch])
         decoder.take([row // count for row in range(len(draws))])
-        live = [Sample([], [], False) for _ in draws]  # those that the decoder goes on with
+        live = [Sample(next(replies)) for _ in draws]  # those that the decoder goes on with
         samples += live
         picks = None
         for step in range(max_new_tokens):
             if step:
                 decoder(picks)
             picks, logps = draw(decoder.logits, temperature, draws[:, step], truncate)
-            for sample, token, logp in zip(live, picks.tolist(), logps.tolist(), strict=True):
-                if not sample.finished:
-                    sample.ids.append(token)
-                    sample.logps.append(logp)
-                    sample.finished = token in stop
+            tokens = picks.tolist()
+            for row, logp in enumerate(logps.tolist()):
+                if not live[row].finished:
+                    tokens[row] = live[row].take(tokens[row], logp, stop)
+            picks = torch.tensor(tokens, device=picks.device)
             running = [row for row, sample in enumerate(live) if not sample.finished]
             if not running:
                 break
@@ -3705,7 +3729,7 @@ EVAL_SAMPLES = 8  # of each held-out problem
 EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
 # What must stay when a run is resumed, beside the model's shape and the tokenizer.
 IDENTITY = (
-    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model"
+    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
 ).split()
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 
@@ -3718,7 +3742,7 @@ class Answer:
     prompt: list[int]
     text: str
     ids: list[int]
-    logps: list[float]  # of the ids, by the sampler
+    logps: list[float]  # of the ids, by the sampler; None where the policy did not draw them
     finished: bool  # whether a stop token ended it
 
 
@@ -3788,6 +3812,8 @@ def sum_rewards(functions, answers):
 def make_batches(rows, device, tokens):
     """Return rows (prompt ids, response ids, log-probabilities, advantage) as padded batches.
 
+    Ids of a response whose log-probability is None are context alone: the policy did not draw them.
+
     A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
     enters a state. ids (B, T); doc (B, T), zeros, because a row is one document; targets (B, T),
     the token after each if it is the response's, else -1; mask, where it is; sampled (B, T), the
@@ -3803,8 +3829,10 @@ def make_batches(rows, device, tokens):
         for prompt, response, logps, _ in rows[-count:]:
             before = len(prompt) - 1  # positions that predict a token of the prompt
             ids.append(torch.tensor([*prompt, *response[:-1]]))
-            targets.append(torch.tensor([*[-1] * before, *response]))
-            sampled.append(torch.tensor([*[0.0] * before, *logps]))
+            pairs = zip(response, logps, strict=True)
+            drawn = [-1 if logp is None else token for token, logp in pairs]
+            targets.append(torch.tensor([*[-1] * before, *drawn]))
+            sampled.append(torch.tensor([*[0.0] * before, *(logp or 0.0 for logp in logps)]))
         ids = pad_sequence(ids, batch_first=True).to(device)
         targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
         batches.append(
@@ -3881,6 +3909,11 @@ class PolicyTrainer:
     def prompt_ids(self, queries):
         """Return the ids of the prompts. Raises UserError if there is no room for an answer to one."""
         prompts = [chat_ids(self.tokenizer, prompt_of(query)) for query in queries]
+        self.check_room(prompts)
+        return prompts
+
+    def check_room(self, prompts):
+        """Raise UserError if there is no room for an answer to one of these prompts, lists of ids."""
         longest = max(map(len, prompts))
         length = self.settings.max_new_tokens
         context = self.network.config.train_seq_len
@@ -3889,7 +3922,6 @@ class PolicyTrainer:
                 f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has {longest} "
                 f"tokens, and the model's context is {context}"
             )
-        return prompts
 
     def sample(self, queries, count, temperature, seeds):
         """Return `count` Answers to each query, query by query."""
@@ -3901,7 +3933,11 @@ class PolicyTrainer:
         for index, sample in enumerate(samples):
             prompt = prompts[index // count]
             text = completion(self.tokenizer, prompt, sample.ids)
-            answers.append(Answer(queries[index // count], prompt, text, **vars(sample)))
+            answers.append(
+                Answer(
+                    queries[index // count], prompt, text, sample.ids, sample.logps, sample.finished
+                )
+            )
         return answers
 
     def sample_share(self, queries, step):
@@ -3915,6 +3951,10 @@ class PolicyTrainer:
     def rewards(self, answers):
         """Return the rewards of answers (n,)."""
         return sum_rewards(self.reward_funcs, answers)
+
+    def grades(self, answers, reward):
+        """Return the numbers (n,) by which answers are right from 1 on; reward: see load_reward."""
+        return sum_rewards([reward], answers)
 
     def make_rollout(self, answers, rewards, values, begin):
         """Return the Rollout of this rank's answers, begun at a time; rewards, values: (answers,).
@@ -3930,7 +3970,7 @@ class PolicyTrainer:
 
         groups = rewards.view(-1, self.settings.group_size)
         is_silent = (groups == groups[:, :1]).all(1).repeat_interleave(groups.size(1))
-        lengths = torch.tensor([len(answer.ids) for answer in answers])
+        lengths = torch.tensor([len(answer.ids) - answer.logps.count(None) for answer in answers])
         finished = torch.tensor([answer.finished for answer in answers])
         values = torch.stack([rewards, is_silent, lengths, finished])
         mean, variance = moments(values, self.runtime)
@@ -4016,7 +4056,7 @@ class Exam(Saved):
         share = slice(runtime.rank, None, runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
         answers = trainer.sample(problems[share], count, temperature, seeds[share])
-        values = mark(answers) if mark else sum_rewards([self.reward], answers) >= 1
+        values = mark(answers) if mark else trainer.grades(answers, self.reward) >= 1
         marks[share] = values.view(-1, count).to(marks)
         return runtime.sum(marks)
 

@@ -286,6 +286,7 @@ def runs(tmp_path_factory, tiny_data, request):
         words = f"{task} --problems 200 --pairs 100 --out {folder}/data".split()
         assert load_script(ROOT / "data" / "tasks.py").main(words) is None
     write_files_of_users(folder / "data")
+    (folder / "docs").symlink_to(ROOT / "docs")  # where the examples of environments are
     (folder / "runs").mkdir()
     (folder / "runs" / "qwen").symlink_to(folder / "start")
     orders = [

@@ -23,8 +23,8 @@ TOKENS = {
     "train_sft.py": 26_500,
     "train_dpo.py": 26_500,
     "train_ppo.py": 27_500,
-    "train_grpo.py": 26_500,
-    "train_gspo.py": 26_500,
+    "train_grpo.py": 28_500,
+    "train_gspo.py": 28_500,
     "quantize.py": 24_000,
     "sample.py": 20_000,
 }

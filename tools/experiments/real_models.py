@@ -3,8 +3,8 @@
     python tools/experiments/real_models.py [--layouts qwen3_5 llama] [--out /tmp/real] [--write docs/lab/FILE]
 
 For each layout: a tokenizer of its kind is trained, train_gpt.py trains a network of its preset on
-word problems (120 s), and `quantize.py export` and the tokenizer's files make the folder of a
-published model. From there a user goes on: import, supervised fine-tuning (30 s), GRPO and GSPO
+sums (120 s), and `quantize.py export` and the tokenizer's files make the folder of a
+published model. From there a user goes on: import, supervised fine-tuning (15 s), GRPO and GSPO
 (100 s each) with the reward of GSM8K, export in the form of the original. The last step compares
 greedy answers with those of transformers. A run that has ended is not repeated.
 
@@ -12,7 +12,9 @@ Needs transformers and tokenizers. Gains are of held-out problems, with 95% inte
 """
 
 import argparse
+import itertools
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -37,15 +39,14 @@ TEMPLATE = (
     "<|im_start|>{{{{ message.role }}}}\n{{{{ message.content }}}}{end}\n{{% endfor %}}"
     "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
 )
-SHAPE = dict(model_dim=128, num_heads=4, num_layers=4, train_seq_len=256)
+SHAPE = dict(model_dim=128, num_heads=4, num_layers=4, train_seq_len=128)
 SPEED = dict(save_every=0, val_loss_every=0)
 PRETRAINING = dict(train_batch_tokens=4096, qat=0, eval_stride=0, holdout_tokens=8192)
-TUNING = dict(qat=0, ema=0, swa=0, learning_rate=0.0005, train_seq_len=256, train_batch_tokens=2048)
+TUNING = dict(qat=0, ema=0, swa=0, learning_rate=0.0005, train_batch_tokens=2048, train_seq_len=128)
 RL = dict(
     qat=0,
-    learning_rate=0.0003,
-    max_new_tokens=72,
-    prompts_per_step=16,
+    learning_rate=0.0002,
+    max_new_tokens=12,
     mini_batches=2,
     eval_prompts=200,
     reward=f"{PROBLEMS}:gsm8k",
@@ -65,21 +66,30 @@ def call(*words, **settings) -> None:
 
 
 def write_problems(out: Path) -> None:
-    """Write word problems: for pretraining as texts, for post-training other ones as rows."""
-    if (out / "texts.jsonl").is_file():
-        return
-    for folder, seed in (("pretraining", 1), ("problems", 2)):
-        (out / folder).mkdir(parents=True, exist_ok=True)
-        words = ("story", "--problems", 20000, "--pairs", 0, "--seed", seed)
-        call(PROBLEMS, *words, "--out", out / folder)
-    lines = (out / "pretraining" / "story.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    texts = [json.dumps({"text": f"{row['prompt']}\n{row['answer']}"}) for row in rows]
-    (out / "texts.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    """Write sums of two numbers of two digits: rows for post-training, and texts for pretraining.
+
+    Texts have no problem that post-training holds out.
+    """
+    sft = load_script(ROOT / "train_sft.py")
+    rows = []
+    for a, b in itertools.product(range(10, 100), repeat=2):
+        rows.append({"prompt": f"{a}+{b}=?", "answer": f"#### {a + b}"})
+    random.Random(1).shuffle(rows)
+    lines = []
+    for row in rows:
+        if sft.prompt_key([("<|user|>", row["prompt"])]) % 10:
+            lines.append(f"{row['prompt']}\n{row['answer']}\n")
+    texts = []
+    for seed in range(20):  # the same sums in another order
+        random.Random(seed).shuffle(lines)
+        for begin in range(0, len(lines), 20):
+            texts.append({"text": "".join(lines[begin : begin + 20])})
+    for path, content in ((out / "sums.jsonl", rows), (out / "texts.jsonl", texts)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
 
 
 def write_tokenizer(layout: str, out: Path, folder: Path) -> None:
-    """Train a tokenizer of 512 pieces on the texts, and write its files as a published model has."""
+    """Train a tokenizer of 300 pieces on the texts, and write its files as a published model has."""
     import tokenizers
     from tokenizers import pre_tokenizers
 
@@ -94,9 +104,9 @@ def write_tokenizer(layout: str, out: Path, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=512, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    lines = (out / "texts.jsonl").read_text(encoding="utf-8").splitlines()[:2000]
+    lines = (out / "texts.jsonl").read_text(encoding="utf-8").splitlines()[:500]
     tokenizer.train_from_iterator([json.loads(line)["text"] for line in lines], trainer)
     tokenizer.add_special_tokens([kind["bos"], "<|im_start|>", kind["end"]])
     bos_id = tokenizer.token_to_id(kind["bos"])
@@ -125,7 +135,7 @@ def publish(layout: str, out: Path) -> Path:
     ranks.write_bytes(quantize.hf_tokenizer(files).content)
     shards = out / layout / "shards"
     if not shards.is_dir():
-        words = ("--tokenizer", ranks, "--name", "story", "--out", shards)
+        words = ("--tokenizer", ranks, "--name", "sums", "--out", shards)
         call("data/prepare.py", out / "texts.jsonl", *words)
     runs = dict(out_dir=out / layout, run_id="pretrained", max_wallclock_seconds=120)
     call(
@@ -142,9 +152,9 @@ def post_train(layout: str, out: Path, folder: Path) -> dict[str, dict]:
     runs = out / layout
     if not (runs / "imported").is_dir():
         call("quantize.py", "import", folder, runs / "imported")
-    problems = out / "problems" / "story.jsonl"
+    problems = out / "sums.jsonl"
     if not (runs / "SFT" / "result.json").is_file():
-        given = dict(out_dir=runs, init_from=runs / "imported", max_wallclock_seconds=30)
+        given = dict(out_dir=runs, init_from=runs / "imported", max_wallclock_seconds=15)
         call("train_sft.py", run_id="SFT", train_files=problems, **given, **SPEED, **TUNING)
     for name, script in RL_SCRIPTS.items():
         if not (runs / name / "result.json").is_file():
@@ -171,7 +181,7 @@ def equal_answers(layout: str, out: Path, name: str, folder: Path) -> dict[str, 
     script = load_script(ROOT / "train_grpo.py")
     (checkpoint,) = script.list_checkpoints(out / layout / name)[:1]
     network, tokenizer, _ = script.load_model("INIT_FROM", str(checkpoint))
-    lines = (out / "problems" / "story.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (out / "sums.jsonl").read_text(encoding="utf-8").splitlines()
     counts = {"equal": 0, "near ties": 0, "of": CHECKED}
     for line in lines[:CHECKED]:
         question = json.loads(line)["prompt"]
@@ -179,9 +189,9 @@ def equal_answers(layout: str, out: Path, name: str, folder: Path) -> dict[str, 
         asked = theirs.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
         ids = asked["input_ids"]
         assert ids[0].tolist() == script.chat_ids(tokenizer, question)
-        answer = model.generate(ids, max_new_tokens=72, do_sample=False)[0, ids.size(1) :].tolist()
+        answer = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.size(1) :].tolist()
         (ours,) = script.generate(
-            network, [ids[0].tolist()], 1, 72, 0.0, [(0,)], script.stop_ids(tokenizer)
+            network, [ids[0].tolist()], 1, 12, 0.0, [(0,)], script.stop_ids(tokenizer)
         )
         if answer == ours.ids:
             counts["equal"] += 1

@@ -1,0 +1,366 @@
+"""Section environment: conversations with an environment, tokens, rewards and faults; the guide's examples."""
+
+import json
+import math
+import random
+import statistics
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_objective import policy
+
+import train_grpo as G
+import train_gspo as P
+from conftest import BYTES, ROOT, blocks, environment, load_tool, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+both = pytest.mark.parametrize("M", [G, P], ids=["grpo", "gspo"])
+TRAINERS = {G: "GRPOTrainer", P: "GSPOTrainer"}
+
+
+class Counting:
+    """Says `<n>` to answer n, rewards it with n, and ends after `last` answers."""
+
+    last = 4
+
+    def reset(self, seed):
+        self.said = []
+        return f"q{seed}"
+
+    def step(self, text):
+        self.said.append(text)
+        count = len(self.said)
+        return f"<{count}>", count, count == self.last
+
+
+def trainer(M, environment, network=None, **changes):
+    """Return a trainer of a small random network, whose answers are short: many tokens end one."""
+    changes = dict(max_new_tokens=100, group_size=4, temperature=1.0, max_turns=8) | changes
+    made = getattr(M, TRAINERS[M])(
+        network or policy(M),
+        BYTES,
+        M.Settings(mini_batches=1, prompts_per_step=4, **changes),
+    )
+    made.environment = environment
+    made.stop = frozenset(range(0, 264, 6))
+    return made
+
+
+def seeds_of(M, count):
+    return [M.Seed(number) for number in range(count)]
+
+
+@both
+def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(M):
+    """Of each token that the policy drew, by a whole forward pass without a cache, over all turns."""
+    own = trainer(M, Counting)
+    answers = own.sample_share(seeds_of(M, 3), 0)
+    assert len(answers) == 12
+    counts = set()
+    for answer in answers:
+        episode = answer.query
+        counts.add(len(episode.rewards))
+        ids = torch.tensor([[*answer.prompt, *answer.ids]])
+        logits = own.network.logits(own.network.features(ids, doc=torch.zeros_like(ids)))
+        logps = logits[0].log_softmax(-1)
+        for place, (token, logp) in enumerate(zip(answer.ids, answer.logps, strict=True)):
+            if logp is not None:
+                expected = logps[len(answer.prompt) + place - 1, token].item()
+                assert logp == pytest.approx(expected, abs=1e-5)
+        # The text, turn by turn: answers end with a stop token, and then comes what is said.
+        parts = [[]]
+        given = iter(range(1, 9))
+        place = 0
+        while place < len(answer.ids):
+            if answer.logps[place] is None:
+                said = M.observation_ids(BYTES, f"<{next(given)}>")
+                assert answer.ids[place : place + len(said)] == said[: len(answer.ids) - place]
+                assert set(answer.logps[place : place + len(said)]) == {None}
+                place += len(said)
+                parts.append([])
+                continue
+            parts[-1].append(answer.ids[place])
+            place += 1
+        texts = [M.completion(BYTES, [1], part) for part in parts]
+        assert episode.environment.said == texts[: len(episode.rewards)]
+    assert max(counts) == 4
+
+
+@both
+def test_what_is_learned_is_what_the_policy_drew(M):
+    """The batch has no target elsewhere, and its log-probabilities are those of the sampler."""
+
+    class Varied(Counting):
+        def step(self, text):
+            observation, _, done = super().step(text)
+            return observation, len(text), done
+
+    own = trainer(M, Varied)
+    rollout = own.rollout(seeds_of(M, 4), 0)
+    (rows,) = rollout.rows
+    drawn = sum(logp is not None for row in rows for logp in row[2])
+    said = sum(logp is None for row in rows for logp in row[2])
+    assert said > 50
+    batches = M.make_batches(rows, torch.device("cpu"), 10_000)
+    assert sum(int(batch.mask.sum()) for batch in batches) == drawn
+    for batch in batches:
+        logps, _ = M.token_logps(own.network, batch, 1.0)
+        assert (logps - batch.sampled).abs().max() < 1e-5
+    metrics = own.update(rollout)
+    assert metrics["sampler_gap"] < 1e-5 and metrics["grad_norm"] > 0
+    lengths = [len(row[1]) - row[2].count(None) for row in rows]
+    assert rollout.metrics["length"] == pytest.approx(statistics.fmean(lengths))
+
+
+@both
+def test_rewards_are_discounted_by_turn_and_turns_have_a_limit(M):
+    episode = M.Episode(Counting, 3, BYTES, M.Settings(max_turns=3))
+    assert episode.prompt_ids == M.chat_ids(BYTES, "q3")
+    for turn, text in enumerate("abc"):
+        sample = SimpleNamespace(ids=[*range(turn * 9), ord(text) + 4, 263])
+        episode.place = turn * 9
+        given = episode.reply(sample)
+        assert given == ([] if turn == 2 else M.observation_ids(BYTES, f"<{turn + 1}>"))
+    assert episode.environment.said == ["a", "b", "c"] and not episode.done
+    assert episode.value(0.5) == 1 + 2 * 0.5 + 3 * 0.25 and episode.value(1.0) == 6
+    own = trainer(M, Counting, max_turns=1, discount=0.5)
+    metrics = own.train_step(seeds_of(M, 4))
+    assert metrics["turns"] <= 1 and metrics["dropped"] == 0
+    assert metrics["cut"] == 1  # one answer does not end the game of four
+
+
+class Faulty(Counting):
+    """Has a fault with every 16th seed, or with all of them."""
+
+    kind = "step raises"
+    every = 16
+
+    def reset(self, seed):
+        self.bad = seed % self.every == 0
+        if self.bad and self.kind == "reset raises":
+            raise RuntimeError("no game")
+        if self.bad and self.kind == "no text":
+            return 7
+        return super().reset(seed)
+
+    def step(self, text):
+        if self.bad and self.kind == "step raises":
+            raise RuntimeError("broken")
+        if self.bad and self.kind == "hangs":
+            time.sleep(20)
+        observation, reward, done = super().step(text)
+        if self.bad and self.kind == "nan":
+            return observation, math.nan, done
+        if self.bad and self.kind == "two values":
+            return observation, reward
+        if self.bad and self.kind == "no observation":
+            return None, reward, False
+        return observation, reward, done
+
+
+KINDS = {
+    "reset raises": "no game",
+    "no text": "reset returned 7, which is no text",
+    "step raises": "broken",
+    "hangs": "took more than 0.3 s",
+    "nan": "step returned the reward nan",
+    "two values": "values to unpack",
+    "no observation": "NoneType",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_environment_with_a_fault_does_not_end_a_run(monkeypatch, kind):
+    """Its episodes are counted, and nothing of them is learned. If a tenth have one, the run ends."""
+    if kind == "hangs":
+        monkeypatch.setattr(G, "STEP_SECONDS", 0.3)
+    monkeypatch.setattr(Faulty, "kind", kind)
+    own = trainer(G, Faulty)
+    queries = [G.Seed(number) for number in range(1, 17)]
+    answers = own.sample_share(queries, 0)
+    bad = [answer for answer in answers if answer.query.fault]
+    assert {answer.query.environment and answer.query.environment.bad for answer in bad} == {True}
+    assert 0 < len(bad) <= 4 and KINDS[kind] in bad[0].query.fault
+    assert all(set(answer.logps) <= {None} for answer in bad)
+    values = own.rewards(answers)
+    assert torch.isfinite(values).all()
+    metrics = own.update(own.make_rollout(answers, values, values, 0.0))
+    assert math.isfinite(metrics["grad_norm"])
+    monkeypatch.setattr(Faulty, "every", 1)
+    with pytest.raises(G.UserError, match="of the episodes have a fault, at most 10% may"):
+        own.train_step(queries)
+
+
+def test_a_dropped_episode_has_the_mean_of_its_group():
+    own = trainer(G, Counting)
+    values = [1.0, 2.0, None, 6.0, None, None, None, None]
+    answers = []
+    for value in values:
+        episode = SimpleNamespace(
+            fault="" if value else "x", value=lambda discount, v=value: v or 0.0
+        )
+        answers.append(SimpleNamespace(query=episode))
+    assert own.rewards(answers).tolist() == [1.0, 2.0, 3.0, 6.0, 0.0, 0.0, 0.0, 0.0]
+    assert own.grades(answers, None).tolist() == [1, 2, 0, 6, 0, 0, 0, 0]
+
+
+@both
+def test_an_environment_of_one_turn_is_a_reward_function(M):
+    """The same prompts, samples, rewards and update."""
+
+    class OneTurn:
+        def reset(self, seed):
+            return f"q{seed}"
+
+        def step(self, text):
+            return "", len(text) % 3, True
+
+    first = policy(M).state_dict()
+    results = []
+    for game in (OneTurn, None):
+        network = policy(M)
+        network.load_state_dict(first)
+        own = trainer(M, game, network, max_new_tokens=12)
+        queries = seeds_of(M, 4)
+        if game is None:
+            own.reward_funcs = [lambda prompts, completions, **_: [len(x) % 3 for x in completions]]
+            queries = [f"q{number}" for number in range(4)]
+        metrics = own.train_step(queries)
+        results.append((metrics, [param.clone() for param in network.parameters()]))
+    (one, weights), (other, other_weights) = results
+    # An answer that does not end within MAX_NEW_TOKENS has no reward of an environment.
+    if one["finished"] == 1:
+        assert one["reward"] == other["reward"]
+        for a, b in zip(weights, other_weights, strict=True):
+            assert torch.equal(a, b)
+    assert one["length"] == other["length"]
+
+
+@both
+def test_what_environment_must_be(M, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("class Half:\n    def reset(self, seed): return ''\n")
+    for spec in ("x", f"{path}:Half", f"{path}:Other", f"{tmp_path}/no.py:Half"):
+        with pytest.raises(
+            M.UserError, match="must be file.py:Class of a class with methods reset"
+        ):
+            M.load_environment(spec)
+    with pytest.raises(M.UserError, match="REWARD='x.py:f': not read with ENVIRONMENT"):
+        M.find_problems(M.Settings(environment=f"{path}:Half", reward="x.py:f"))
+    train, choice, held_out = M.find_problems(M.Settings(environment="x", eval_prompts=7))
+    assert len(train) == 65536 and len(held_out) == 7
+    assert not {*train} & {*choice, *held_out} and not {*choice} & {*held_out}
+
+
+# ---------------------------------------------------------------------------------------- examples
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def example(name):
+    path = EXAMPLES / f"{name}.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 80
+    return load_tool(f"../docs/examples/{name}")
+
+
+def test_guess_the_number():
+    guess = example("guess")
+    game = guess.Guess()
+    assert game.reset(1007) == "7: 1-9"
+    number = game.number
+    assert game.step("x") == game.step("10") == game.step("") == ("", 0.0, True)
+    if number > 1:
+        assert game.step(" 1 ") == ("+", 0.0, False)
+    if number < 9:
+        assert game.step("9") == ("-", 0.0, False)
+    assert game.step(str(number)) == ("", 1.0, True)
+    counts = [guess.bisection(number) for number in range(1, 10)]
+    assert sorted(counts) == [1, 2, 2, 3, 3, 3, 3, 4, 4]
+    numbers = {guess.Guess.reset(game, seed) and game.number for seed in range(500)}
+    assert numbers == set(range(1, 10))
+
+
+def test_tic_tac_toe():
+    """The perfect player never loses against random moves; an illegal move loses; rewards by hand."""
+    game = example("tictactoe")
+    rng = random.Random(0)
+    results = {"Random": [], "Perfect": []}
+    for name, rewards in results.items():
+        for seed in range(200):
+            one = getattr(game, name)()
+            shown = one.reset(seed)
+            assert shown == f"{seed}: .../.../..."
+            done = False
+            while not done:
+                shown, reward, done = one.step(
+                    str(rng.choice(list(game.moves(one.board, "x"))) + 1)
+                )
+            rewards.append(reward)
+    assert max(results["Perfect"]) == 0.5 and statistics.fmean(results["Random"]) > 0.5
+    assert {0.0, 0.5, 1.0} == {*results["Random"]}
+    one = game.Random()
+    one.reset(3)
+    shown, _, _ = one.step("5")
+    assert shown[5] == "x" and shown.count("o") == 1
+    assert one.step("5") == ("", 0.0, True)
+    one.board = "xx.oo...."
+    assert one.step("3") == ("xxx/oo./...", 1.0, True)
+    perfect = game.Perfect()
+    perfect.reset(0)
+    perfect.board = "x..oo...x"
+    assert perfect.step("2") == ("xx./ooo/..x", 0.0, True)
+    assert game.value("." * 9, "x") == 0 and game.value("xx.oo....", "x") == 1
+
+
+def test_calculator():
+    calculator = example("calculator")
+    one = calculator.Calculator()
+    prompt = one.reset(5)
+    a, b = map(int, prompt.split("*"))
+    assert one.step(f"well <calc>{prompt}</calc>") == (str(a * b), 0.0, False)
+    assert one.step("<calc>2+2</calc>") == ("error", 0.0, False)
+    assert one.step(f" {a * b}") == ("", 1.0, True) and one.step("7") == ("", 0.0, True)
+    two = calculator.NoTool()
+    assert two.reset(5) == prompt and two.step(f"<calc>{prompt}</calc>") == ("no tool", 0.0, False)
+
+
+@pytest.mark.parametrize("name", ["guess", "tictactoe", "calculator"])
+def test_conversations_of_a_start(name):
+    """They alternate and end with an answer, or after 8 of them; moves are legal."""
+    conversations = example("conversations")
+    rng = random.Random(1)
+    lengths = set()
+    for _ in range(50):
+        messages = conversations.conversation(name, rng)
+        roles = [message["role"] for message in messages]
+        lengths.add(len(roles))
+        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"] * (len(roles) % 2)
+        assert len(roles) % 2 == 0 or len(roles) == 17
+        if name == "tictactoe":
+            moves = [message["content"] for message in messages[1::2]]
+            assert len({*moves}) == len(moves) and set(moves) <= {*"123456789"}
+    assert len(lengths) > 1
+
+
+@pytest.mark.full
+def test_the_guides_commands(tmp_path):
+    """With fewer steps; the log has what the guide explains."""
+    for name in ("docs", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "data").mkdir()
+    few = {"start": dict(ITERATIONS=5), "games": dict(ITERATIONS=3, MAX_WALLCLOCK_SECONDS=0)}
+    for line in "".join(blocks("environments.md", "bash")).splitlines():
+        given, _, command = line.rpartition("python ")
+        settings = dict(word.split("=") for word in given.split())
+        run = settings.get("RUN_ID", "")
+        settings |= few.get(run.removesuffix("_gspo"), {})
+        script, *words = command.split()
+        done = start([ROOT / script, *words], environment(**settings), tmp_path)
+        assert done.returncode == 0, done.stderr
+    log = (tmp_path / "runs" / "games_gspo" / "log.txt").read_text()
+    for name in ("turns:", "cut:0", "dropped:0"):
+        assert name in log.partition("step:3/")[2].partition("\n")[0]
+    result = json.loads((tmp_path / "runs" / "games" / "result.json").read_bytes())
+    assert result["settings"]["environment"] == "docs/examples/tictactoe.py:Random"
+    assert result["after"]["n"] == 200
