@@ -131,7 +131,8 @@ def assert_close(place, out, other):
             values[8] = place.result(run)["last"][name]
         # The line of a step after which a signal stopped the run is missing.
         assert len(ours) >= 5 and theirs.keys() == {*range(1, 9)}
-        assert ours == pytest.approx({step: theirs[step] for step in ours}, rel=rel), name
+        expected = {step: theirs[step] for step in ours}
+        assert ours == pytest.approx(expected, rel=rel, abs=1e-5), name
     ours, theirs = (place.result(run) for run in (out, other))
     for key in ("before", "after"):
         assert ours[key]["loss"] == pytest.approx(theirs[key]["loss"], rel=1e-3)
@@ -275,7 +276,10 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(place, optimizer):
     shutil.copytree(place.of(out), place.of(f"{out}, whole"))
     place.ranks(out, RECORD, 1, **again)
     assert_close(place, out, whole)
-    assert place.result(out)["events"][-1]["step"] == 6
+    events = place.result(out)["events"]
+    assert [event["ranks"] for event in events] == [4, 1, 1]
+    steps = [event["step"] for event in events]
+    assert 0 < steps[0] < steps[1] < steps[2] < 8
     place.resume(f"{out}, whole", RECORD, SHARD=0)
     assert_close(place, f"{out}, whole", whole)
 
