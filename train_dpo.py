@@ -4295,7 +4295,7 @@ def reference_scores(trainer, parts, data_sha256, run):
     text = f"{data_sha256} {trainer.network.config} {sha256_file(__file__)}"
     digest = hashlib.sha256(text.encode())
     for tensor in trainer.parts["network"].state_dict().values():
-        digest.update(tensor.cpu().numpy().tobytes())
+        digest.update(widened(tensor).cpu().numpy().tobytes())  # NumPy has no bfloat16
     path = run.folder.parent / "cache" / f"reference_{digest.hexdigest()[:32]}.npy"
     scores = None
     if run.runtime.rank == 0 and path.is_file():
