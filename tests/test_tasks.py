@@ -28,7 +28,7 @@ def rewards_of(task, prompt, answer, texts):
 
 
 # ---------------------------------------------------------------------------- problems and checkers
-@pytest.mark.parametrize("task", D.TASKS.keys() - {"story"})
+@pytest.mark.parametrize("task", sorted(D.TASKS.keys() - {"story"}))
 def test_answers_are_right_and_what_is_near_them_is_wrong(task):
     problems = D.make_problems(task, 300, 0)
     assert len(dict(problems)) == 300
