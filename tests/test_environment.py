@@ -189,6 +189,7 @@ def test_an_environment_with_a_fault_does_not_end_a_run(monkeypatch, kind):
     metrics = own.update(own.make_rollout(answers, values, values, 0.0))
     assert math.isfinite(metrics["grad_norm"])
     monkeypatch.setattr(Faulty, "every", 1)
+    monkeypatch.setattr(Faulty, "kind", "step raises")
     with pytest.raises(G.UserError, match="of the episodes have a fault, at most 10% may"):
         own.train_step(queries)
 

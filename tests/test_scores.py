@@ -228,7 +228,7 @@ def test_a_reward_of_1_or_more_is_right(place, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(source.format(value))
     (tmp_path / "short.py").write_text(source.format("1.0"))
     for file, right in (
-        (ROOT / "data/tasks.py:gsm8k", [1, 0, 0, 1]),
+        (ROOT / "data/tasks.py:gsm8k", [1, 1, 0, 1]),
         ("mine.py:graded", [1, 0, 0, 0]),
     ):
         scripted(monkeypatch, texts, texts)

@@ -236,7 +236,10 @@ def logits_part(suite: Suite) -> list[dict]:
         prompts, samples = sample_batch(sample, network, 4, new)
         texts = [prompt + drawn.ids for prompt, drawn in zip(prompts, samples, strict=True)]
         ids = torch.tensor(texts, device=suite.device)
-        logits = network(ids)[:, PROMPT - 1 : -1].float()
+        features = network.features(
+            ids, doc=torch.zeros_like(ids)
+        )  # one document, as in generation
+        logits = network.logits(features)[:, PROMPT - 1 : -1].float()
         expected = logits.log_softmax(-1).gather(2, ids[:, PROMPT:, None])[..., 0]
         generated = torch.tensor([drawn.logps for drawn in samples], device=suite.device)
         difference = (generated - expected).abs()

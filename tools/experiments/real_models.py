@@ -41,7 +41,7 @@ TEMPLATE = (
 )
 SHAPE = dict(model_dim=128, num_heads=4, num_layers=4, train_seq_len=128)
 SPEED = dict(save_every=0, val_loss_every=0)
-PRETRAINING = dict(train_batch_tokens=4096, qat=0, eval_stride=0, holdout_tokens=8192)
+PRETRAINING = dict(train_batch_tokens=2048, qat=0, eval_stride=0, holdout_tokens=8192)
 TUNING = dict(qat=0, ema=0, swa=0, learning_rate=0.0005, train_batch_tokens=2048, train_seq_len=128)
 RL = dict(
     qat=0,
