@@ -48,7 +48,7 @@ RL = dict(
     learning_rate=0.0002,
     max_new_tokens=12,
     mini_batches=2,
-    eval_prompts=200,
+    eval_prompts=80,
     reward=f"{PROBLEMS}:gsm8k",
 )
 RL_SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py"}
@@ -66,13 +66,13 @@ def call(*words, **settings) -> None:
 
 
 def write_problems(out: Path) -> None:
-    """Write sums of two numbers of two digits: rows for post-training, and texts for pretraining.
+    """Write sums of a number of two digits and one of one: rows for post-training, and texts.
 
     Texts have no problem that post-training holds out.
     """
     sft = load_script(ROOT / "train_sft.py")
     rows = []
-    for a, b in itertools.product(range(10, 100), repeat=2):
+    for a, b in itertools.product(range(10, 100), range(1, 10)):
         rows.append({"prompt": f"{a}+{b}=?", "answer": f"#### {a + b}"})
     random.Random(1).shuffle(rows)
     lines = []
@@ -80,7 +80,7 @@ def write_problems(out: Path) -> None:
         if sft.prompt_key([("<|user|>", row["prompt"])]) % 10:
             lines.append(f"{row['prompt']}\n{row['answer']}\n")
     texts = []
-    for seed in range(20):  # the same sums in another order
+    for seed in range(200):  # the same sums in another order
         random.Random(seed).shuffle(lines)
         for begin in range(0, len(lines), 20):
             texts.append({"text": "".join(lines[begin : begin + 20])})
