@@ -4,7 +4,7 @@
 
 For each layout: a tokenizer of its kind is trained, train_gpt.py trains a network of its preset on
 sums (120 s), and `quantize.py export` and the tokenizer's files make the folder of a
-published model. From there a user goes on: import, supervised fine-tuning (15 s), GRPO and GSPO
+published model. From there a user goes on: import, supervised fine-tuning (45 s), GRPO and GSPO
 (100 s each) with the reward of GSM8K, export in the form of the original. The last step compares
 greedy answers with those of transformers. A run that has ended is not repeated.
 
@@ -42,7 +42,15 @@ TEMPLATE = (
 SHAPE = dict(model_dim=128, num_heads=4, num_layers=4, train_seq_len=128)
 SPEED = dict(save_every=0, val_loss_every=0)
 PRETRAINING = dict(train_batch_tokens=2048, qat=0, eval_stride=0, holdout_tokens=8192)
-TUNING = dict(qat=0, ema=0, swa=0, learning_rate=0.0005, train_batch_tokens=2048, train_seq_len=128)
+TUNING = dict(
+    epochs=100,
+    qat=0,
+    ema=0,
+    swa=0,
+    learning_rate=0.0005,
+    train_batch_tokens=2048,
+    train_seq_len=128,
+)
 RL = dict(
     qat=0,
     learning_rate=0.0002,
@@ -154,7 +162,7 @@ def post_train(layout: str, out: Path, folder: Path) -> dict[str, dict]:
         call("quantize.py", "import", folder, runs / "imported")
     problems = out / "sums.jsonl"
     if not (runs / "SFT" / "result.json").is_file():
-        given = dict(out_dir=runs, init_from=runs / "imported", max_wallclock_seconds=15)
+        given = dict(out_dir=runs, init_from=runs / "imported", max_wallclock_seconds=45)
         call("train_sft.py", run_id="SFT", train_files=problems, **given, **SPEED, **TUNING)
     for name, script in RL_SCRIPTS.items():
         if not (runs / name / "result.json").is_file():
