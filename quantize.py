@@ -2629,8 +2629,7 @@ def write_model(out, source, *models):
     copy_tokenizer(header, out, *models)
     coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}
     meta = json.dumps({"shape": source.shape, "header": header}).encode()
-    files = {"model.pt": source.tensors, "coded.pt": coded, "meta.json": meta}
-    write_folder(out, files)
+    write_folder(out, {"model.pt": source.tensors, "coded.pt": coded, "meta.json": meta})
     print(f"{out}: {len(source.tensors)} tensors")
 
 
@@ -3628,6 +3627,7 @@ def export(args):
 
     With --like FOLDER the model has the form of that, from which it was imported.
     """
+    load_safetensors()  # or a UserError, before anything is read
     source = read_weights(args.model, args.weights)
     network = rebuild(source)
     if args.adapters:

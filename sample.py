@@ -733,12 +733,28 @@ def chat_text(tokenizer, turns, ask):
 # === end: template ===
 
 
+# === shared: stops ===
+def stop_pattern(tokenizer):
+    """Return the regular expression of the texts that end an answer in an imported model's template."""
+    facts = tokenizer.facts
+    stops = [re.escape(text) for text, i in facts["added"].items() if i in facts["stop"]]
+    return re.compile("|".join(stops))
+
+
+# === end: stops ===
+
+
 # === shared: prompt ===
 def asked_ids(tokenizer, turns):
-    """Return the ids of turns, (role token, text), up to where an answer of the assistant begins."""
+    """Return the ids of turns, (role token, text), up to where an answer of the assistant begins.
+
+    Without role tokens and chat template the turns are lines.
+    """
     if "template" in tokenizer.facts:
         return tokenizer.encode_marked(chat_text(tokenizer, turns, True))
     ids = begin_ids(tokenizer)
+    if not tokenizer.roles:
+        return ids + tokenizer.encode("".join(f"{text}\n" for _, text in turns))
     for role, text in turns:
         ids += [tokenizer.roles[role], *tokenizer.encode(text), tokenizer.roles["<|end|>"]]
     return [*ids, tokenizer.roles["<|assistant|>"]]
@@ -755,16 +771,6 @@ def decode_bytes(tokenizer, ids):
     drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
     pairs = zip(ids.tolist(), drops.tolist(), strict=True)
     return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
-
-
-def chat_ids(tokenizer, prompt):
-    """Return the ids of a prompt, a user's turn, up to where the answer begins.
-
-    Without role tokens and chat template it is a line.
-    """
-    if tokenizer.roles or "template" in tokenizer.facts:
-        return asked_ids(tokenizer, [("<|user|>", prompt)])
-    return [*begin_ids(tokenizer), *tokenizer.encode(prompt + "\n")]
 
 
 def stop_ids(tokenizer):
@@ -844,9 +850,7 @@ def answered_text(tokenizer, turns):
     """
     prompt = chat_text(tokenizer, turns[:-1], True)
     text = chat_text(tokenizer, turns, False)
-    facts = tokenizer.facts
-    stops = [re.escape(name) for name, i in facts["added"].items() if i in facts["stop"]]
-    stop = re.compile("|".join(stops)).search(text, len(prompt))
+    stop = stop_pattern(tokenizer).search(text, len(prompt))
     if stop is None or not text.startswith(prompt):
         raise RowError("the chat template does not write the answer as the model would")
     return text[: stop.end()], len(prompt)
@@ -2501,7 +2505,7 @@ def generate(
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
     products. stop: ids that end an answer. replies: of each sample, see Sample. See `draw`.
     """
-    replies = iter(replies or itertools.repeat(None))
+    next_reply = iter(replies or itertools.repeat(None))
     samples = []
     # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
     texts = min(4096, 2**28 // network.config.vocab_size)
@@ -2515,7 +2519,7 @@ def generate(
         draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
         decoder = Decoder(network, prompts[batch])
         decoder.take([row // count for row in range(len(draws))])
-        live = [Sample(next(replies)) for _ in draws]  # those that the decoder goes on with
+        live = [Sample(next(next_reply)) for _ in draws]  # those that the decoder goes on with
         samples += live
         picks = None
         for step in range(max_new_tokens):
@@ -2526,7 +2530,8 @@ def generate(
             for row, logp in enumerate(logps.tolist()):
                 if not live[row].finished:
                     tokens[row] = live[row].take(tokens[row], logp, stop)
-            picks = torch.tensor(tokens, device=picks.device)
+            if replies:
+                picks = torch.tensor(tokens, device=picks.device)
             running = [row for row, sample in enumerate(live) if not sample.finished]
             if not running:
                 break
@@ -2566,6 +2571,14 @@ def exact_match(prompts, completions, answer):
     return [float(text.strip() == right.strip()) for text, right in pairs]
 
 
+def from_file(spec):
+    """Return what path.py:name names, or None."""
+    path, _, name = spec.rpartition(":")
+    if path.endswith(".py") and Path(path).is_file():
+        return runpy.run_path(path).get(name)
+    return None
+
+
 def load_reward(spec):
     """Return the reward function that REWARD names: exact_match, or path.py:function.
 
@@ -2574,10 +2587,7 @@ def load_reward(spec):
     """
     if spec == "exact":
         return exact_match
-    path, _, name = spec.rpartition(":")
-    function = None
-    if path.endswith(".py") and Path(path).is_file():
-        function = runpy.run_path(path).get(name)
+    function = from_file(spec)
     if not callable(function):
         raise UserError(f"REWARD={spec!r}: must be exact, or path.py:function with such a function")
     return function
@@ -2680,16 +2690,13 @@ def truncation(settings):
 def prompt_ids(tokenizer, turns, layout):
     """Return the ids of a prompt, turns (role token, text).
 
-    In layout text the prompt is the bare text. In layout chat it ends where the assistant's turn
-    begins; for a tokenizer without roles it is lines, as in `chat_ids`.
+    In layout text the prompt is the bare text, in layout chat what asked_ids returns.
     """
-    text = "\n".join(text for _, text in turns)
-    if layout == "text":
-        # An empty text goes on as the next one after BOS does.
-        return [*begin_ids(tokenizer), *tokenizer.encode(text)] or [tokenizer.bos_id]
-    if tokenizer.roles or "template" in tokenizer.facts:
+    if layout == "chat":
         return asked_ids(tokenizer, turns)
-    return chat_ids(tokenizer, text)
+    text = "\n".join(text for _, text in turns)
+    # An empty text goes on as the next one after BOS does.
+    return [*begin_ids(tokenizer), *tokenizer.encode(text)] or [tokenizer.bos_id]
 
 
 def room_left(model, turns, layout):
@@ -2742,7 +2749,7 @@ def stream_answer(model, talk, settings, count, number):
 
     Ctrl-C ends it. It is the sample that `generate` would draw with the seed (SEED, number).
     """
-    prompt = prompt_ids(model.tokenizer, talk, "chat")
+    prompt = asked_ids(model.tokenizer, talk)
     stop = stop_ids(model.tokenizer)
     uniform = np.random.default_rng([settings.seed, number, 0]).random(count)
     uniform = torch.from_numpy(uniform).to(model.network.embed.device)
@@ -2876,7 +2883,7 @@ def answer_rows(model, turns, answers):
     An answer includes the token that ends it. A context that is too long loses its beginning, but
     not its BOS.
     """
-    prompt = prompt_ids(model.tokenizer, turns, "chat")
+    prompt = asked_ids(model.tokenizer, turns)
     rows = []
     for text in answers:
         answer = answer_ids(model.tokenizer, turns, text)

@@ -784,12 +784,28 @@ def chat_text(tokenizer, turns, ask):
 # === end: template ===
 
 
+# === shared: stops ===
+def stop_pattern(tokenizer):
+    """Return the regular expression of the texts that end an answer in an imported model's template."""
+    facts = tokenizer.facts
+    stops = [re.escape(text) for text, i in facts["added"].items() if i in facts["stop"]]
+    return re.compile("|".join(stops))
+
+
+# === end: stops ===
+
+
 # === shared: prompt ===
 def asked_ids(tokenizer, turns):
-    """Return the ids of turns, (role token, text), up to where an answer of the assistant begins."""
+    """Return the ids of turns, (role token, text), up to where an answer of the assistant begins.
+
+    Without role tokens and chat template the turns are lines.
+    """
     if "template" in tokenizer.facts:
         return tokenizer.encode_marked(chat_text(tokenizer, turns, True))
     ids = begin_ids(tokenizer)
+    if not tokenizer.roles:
+        return ids + tokenizer.encode("".join(f"{text}\n" for _, text in turns))
     for role, text in turns:
         ids += [tokenizer.roles[role], *tokenizer.encode(text), tokenizer.roles["<|end|>"]]
     return [*ids, tokenizer.roles["<|assistant|>"]]
@@ -806,16 +822,6 @@ def decode_bytes(tokenizer, ids):
     drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
     pairs = zip(ids.tolist(), drops.tolist(), strict=True)
     return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
-
-
-def chat_ids(tokenizer, prompt):
-    """Return the ids of a prompt, a user's turn, up to where the answer begins.
-
-    Without role tokens and chat template it is a line.
-    """
-    if tokenizer.roles or "template" in tokenizer.facts:
-        return asked_ids(tokenizer, [("<|user|>", prompt)])
-    return [*begin_ids(tokenizer), *tokenizer.encode(prompt + "\n")]
 
 
 def stop_ids(tokenizer):
@@ -3438,7 +3444,7 @@ def generate(
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
     products. stop: ids that end an answer. replies: of each sample, see Sample. See `draw`.
     """
-    replies = iter(replies or itertools.repeat(None))
+    next_reply = iter(replies or itertools.repeat(None))
     samples = []
     # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
     texts = min(4096, 2**28 // network.config.vocab_size)
@@ -3452,7 +3458,7 @@ def generate(
         draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
         decoder = Decoder(network, prompts[batch])
         decoder.take([row // count for row in range(len(draws))])
-        live = [Sample(next(replies)) for _ in draws]  # those that the decoder goes on with
+        live = [Sample(next(next_reply)) for _ in draws]  # those that the decoder goes on with
         samples += live
         picks = None
         for step in range(max_new_tokens):
@@ -3463,7 +3469,8 @@ def generate(
             for row, logp in enumerate(logps.tolist()):
                 if not live[row].finished:
                     tokens[row] = live[row].take(tokens[row], logp, stop)
-            picks = torch.tensor(tokens, device=picks.device)
+            if replies:
+                picks = torch.tensor(tokens, device=picks.device)
             running = [row for row, sample in enumerate(live) if not sample.finished]
             if not running:
                 break
@@ -3503,6 +3510,14 @@ def exact_match(prompts, completions, answer):
     return [float(text.strip() == right.strip()) for text, right in pairs]
 
 
+def from_file(spec):
+    """Return what path.py:name names, or None."""
+    path, _, name = spec.rpartition(":")
+    if path.endswith(".py") and Path(path).is_file():
+        return runpy.run_path(path).get(name)
+    return None
+
+
 def load_reward(spec):
     """Return the reward function that REWARD names: exact_match, or path.py:function.
 
@@ -3511,10 +3526,7 @@ def load_reward(spec):
     """
     if spec == "exact":
         return exact_match
-    path, _, name = spec.rpartition(":")
-    function = None
-    if path.endswith(".py") and Path(path).is_file():
-        function = runpy.run_path(path).get(name)
+    function = from_file(spec)
     if not callable(function):
         raise UserError(f"REWARD={spec!r}: must be exact, or path.py:function with such a function")
     return function
@@ -3680,13 +3692,20 @@ def adapt(network, settings):
 
 
 def freeze(network, dtype):
-    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given.
+    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given."""
+    for name, param in network.named_parameters():
+        param.requires_grad_(".lora_" in name)
+    if dtype:
+        narrow_frozen(network, dtype)
+
+
+def narrow_frozen(network, dtype):
+    """Keep the weights that are not trained, but for vectors, in a dtype.
 
     Vectors are small, and some pass through exp and softplus.
     """
-    for name, param in network.named_parameters():
-        param.requires_grad_(".lora_" in name)
-        if dtype and not param.requires_grad and param.ndim > 1:
+    for param in network.parameters():
+        if not param.requires_grad and param.ndim > 1:
             param.data = param.data.to(dtype)
 
 
@@ -3814,7 +3833,6 @@ def make_batches(rows, device, tokens):
     """Return rows (prompt ids, response ids, log-probabilities, advantage) as padded batches.
 
     Ids of a response whose log-probability is None are context alone: the policy did not draw them.
-
     A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
     enters a state. ids (B, T); doc (B, T), zeros, because a row is one document; targets (B, T),
     the token after each if it is the response's, else -1; mask, where it is; sampled (B, T), the
@@ -3909,7 +3927,8 @@ class PolicyTrainer:
 
     def prompt_ids(self, queries):
         """Return the ids of the prompts. Raises UserError if there is no room for an answer to one."""
-        prompts = [chat_ids(self.tokenizer, prompt_of(query)) for query in queries]
+        turns = [[("<|user|>", prompt_of(query))] for query in queries]
+        prompts = [asked_ids(self.tokenizer, turn) for turn in turns]
         self.check_room(prompts)
         return prompts
 
@@ -3924,12 +3943,18 @@ class PolicyTrainer:
                 f"tokens, and the model's context is {context}"
             )
 
+    def draw_samples(self, prompts, count, temperature, seeds, replies=None):
+        """Return Samples by the weights that are scored, see `generate`."""
+        length = self.settings.max_new_tokens
+        with torch.no_grad(), self.weights(), parametrize.cached():
+            return generate(
+                self.network, prompts, count, length, temperature, seeds, self.stop, None, replies
+            )
+
     def sample(self, queries, count, temperature, seeds):
         """Return `count` Answers to each query, query by query."""
         prompts = self.prompt_ids(queries)
-        length = self.settings.max_new_tokens
-        with torch.no_grad(), self.weights(), parametrize.cached():
-            samples = generate(self.network, prompts, count, length, temperature, seeds, self.stop)
+        samples = self.draw_samples(prompts, count, temperature, seeds)
         answers = []
         for index, sample in enumerate(samples):
             prompt = prompts[index // count]
@@ -4220,10 +4245,7 @@ HELD_OUT_SEED = 1 << 30  # conversations with this seed and the next ones score 
 
 def load_environment(spec):
     """Return the class that ENVIRONMENT=file.py:Class names. Raises UserError."""
-    path, _, name = spec.rpartition(":")
-    environment = None
-    if path.endswith(".py") and Path(path).is_file():
-        environment = runpy.run_path(path).get(name)
+    environment = from_file(spec)
     if not (hasattr(environment, "reset") and hasattr(environment, "step")):
         raise UserError(
             f"ENVIRONMENT={spec!r}: must be file.py:Class of a class with methods reset and step"
@@ -4279,11 +4301,8 @@ def observation_ids(tokenizer, text):
     if "template" not in tokenizer.facts:
         return asked_ids(tokenizer, [turn])[len(begin_ids(tokenizer)) :]
     # What an imported model's template writes behind the token that ends an answer.
-    facts = tokenizer.facts
     rendered = chat_text(tokenizer, [turn, ("<|assistant|>", "."), turn], True)
-    stops = [re.escape(name) for name, i in facts["added"].items() if i in facts["stop"]]
-    before = rendered[: rendered.rindex(text.strip())]
-    *_, stop = re.finditer("|".join(stops), before)
+    *_, stop = stop_pattern(tokenizer).finditer(rendered, 0, rendered.rindex(text.strip()))
     return tokenizer.encode_marked(rendered[stop.end() :])
 
 
@@ -4303,7 +4322,7 @@ class Episode:
         self.place = 0  # ids of the sample at which the present answer begins
         self.environment = self.call(environment)
         self.prompt = self.call(self.reset, seed) or "?"
-        self.prompt_ids = chat_ids(tokenizer, self.prompt)
+        self.prompt_ids = asked_ids(tokenizer, [("<|user|>", self.prompt)])
 
     def call(self, function, *arguments):
         """Return what a function of the environment returns; None if it has a fault."""
@@ -4364,12 +4383,8 @@ class EpisodeTrainer(PolicyTrainer):
                 episodes.append(episode)
         prompts = [episode.prompt_ids for episode in episodes[::count]]
         self.check_room(prompts)
-        length = self.settings.max_new_tokens
         replies = [episode.reply for episode in episodes]
-        with torch.no_grad(), self.weights(), parametrize.cached():
-            samples = generate(
-                self.network, prompts, count, length, temperature, seeds, self.stop, None, replies
-            )
+        samples = self.draw_samples(prompts, count, temperature, seeds, replies)
         answers = []
         for episode, sample in zip(episodes, samples, strict=True):
             text = completion(self.tokenizer, episode.prompt_ids, sample.ids)

@@ -787,6 +787,17 @@ def chat_text(tokenizer, turns, ask):
 # === end: template ===
 
 
+# === shared: stops ===
+def stop_pattern(tokenizer):
+    """Return the regular expression of the texts that end an answer in an imported model's template."""
+    facts = tokenizer.facts
+    stops = [re.escape(text) for text, i in facts["added"].items() if i in facts["stop"]]
+    return re.compile("|".join(stops))
+
+
+# === end: stops ===
+
+
 # === shared: chat ===
 ROLES = {  # what data sets call the roles; a model reads what a tool says like a user's turn
     "system": "<|system|>",
@@ -847,9 +858,7 @@ def answered_text(tokenizer, turns):
     """
     prompt = chat_text(tokenizer, turns[:-1], True)
     text = chat_text(tokenizer, turns, False)
-    facts = tokenizer.facts
-    stops = [re.escape(name) for name, i in facts["added"].items() if i in facts["stop"]]
-    stop = re.compile("|".join(stops)).search(text, len(prompt))
+    stop = stop_pattern(tokenizer).search(text, len(prompt))
     if stop is None or not text.startswith(prompt):
         raise RowError("the chat template does not write the answer as the model would")
     return text[: stop.end()], len(prompt)
@@ -3759,13 +3768,20 @@ def adapt(network, settings):
 
 
 def freeze(network, dtype):
-    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given.
+    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given."""
+    for name, param in network.named_parameters():
+        param.requires_grad_(".lora_" in name)
+    if dtype:
+        narrow_frozen(network, dtype)
+
+
+def narrow_frozen(network, dtype):
+    """Keep the weights that are not trained, but for vectors, in a dtype.
 
     Vectors are small, and some pass through exp and softplus.
     """
-    for name, param in network.named_parameters():
-        param.requires_grad_(".lora_" in name)
-        if dtype and not param.requires_grad and param.ndim > 1:
+    for param in network.parameters():
+        if not param.requires_grad and param.ndim > 1:
             param.data = param.data.to(dtype)
 
 
@@ -3816,10 +3832,8 @@ def shard_network(network, device):
     and dropped behind it. What the network holds itself, such as embedding and head, is whole from
     `features` until `reshard` or the end of the backward pass, so `logits` may use it.
     """
-    for param in network.parameters():
-        # As `adapt` does with a network that is on CUDA.
-        if device.type == "cuda" and param.ndim > 1 and not param.requires_grad:
-            param.data = param.data.bfloat16()
+    if device.type == "cuda":
+        narrow_frozen(network, torch.bfloat16)  # as `adapt` does with a network that is on CUDA
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for module in [*network.mixers, *network.blocks, network]:
         fully_shard(module, mesh=mesh)

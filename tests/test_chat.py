@@ -267,7 +267,7 @@ def test_ids_of_turns_part_by_part(tokenizer):
     ids, _ = F.turn_ids(tokenizer, [(USER, "the cat")])
     prompt = [*ids, roles[ASSISTANT]]
     assert S.stop_ids(tokenizer) >= {roles[END], tokenizer.bos_id}
-    assert S.chat_ids(tokenizer, "the cat") == prompt
+    assert S.asked_ids(tokenizer, [("<|user|>", "the cat")]) == prompt
     assert S.prompt_ids(tokenizer, [(USER, "the cat")], "chat") == prompt
 
 

@@ -117,7 +117,7 @@ def test_what_is_learned_is_what_the_policy_drew(M):
 @both
 def test_rewards_are_discounted_by_turn_and_turns_have_a_limit(M):
     episode = M.Episode(Counting, 3, BYTES, M.Settings(max_turns=3))
-    assert episode.prompt_ids == M.chat_ids(BYTES, "q3")
+    assert episode.prompt_ids == M.asked_ids(BYTES, [("<|user|>", "q3")])
     for turn, text in enumerate("abc"):
         sample = SimpleNamespace(ids=[*range(turn * 9), ord(text) + 4, 263])
         episode.place = turn * 9

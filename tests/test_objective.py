@@ -524,7 +524,7 @@ def scripted(monkeypatch, M, draw=None, longest: int = 6) -> list:
         )
         return (ids[:-1] + [END] if ended else ids), ended
 
-    def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop):
+    def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, *_):
         assert stop == {1, END} and not torch.is_grad_enabled()
         seen.extend(seeds)
         found = [(draw or drawn)(seed, s) for seed in seeds for s in range(count)]

@@ -160,7 +160,7 @@ def test_the_file_alone_gives_the_greedy_score(place, straight, letters):
     settings = G.Settings(train_files=str(letters / "problems.jsonl"), eval_prompts=16)
     right = []
     for problem in G.split_problems(settings)[2]:
-        prompt = P.chat_ids(tokenizer, problem["prompt"])
+        prompt = P.asked_ids(tokenizer, [("<|user|>", problem["prompt"])])
         stop = P.stop_ids(tokenizer)
         found = []
         with torch.no_grad():

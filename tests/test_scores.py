@@ -251,7 +251,7 @@ def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     questions = S.read_questions([model], path, made, print)
     train, _, problems = G.split_problems(G.Settings(train_files=path, eval_prompts=7))
     assert [question.problem for question in questions] == problems and len(problems) == 7
-    prompts = [S.chat_ids(BYTES, problem["prompt"]) for problem in problems]
+    prompts = [S.asked_ids(BYTES, [("<|user|>", problem["prompt"])]) for problem in problems]
     seeds = [(3, 1 << 31, i) for i in range(7)]
     samples = S.generate(model.network, prompts, 2, 9, 1.0, seeds, frozenset([1, 263]))
     answers = S.answer_questions(model, questions, made, 2)

@@ -139,7 +139,7 @@ def test_prompts_are_laid_out_and_held_out_as_in_the_rl_scripts(tmp_path):
     held_out = G.split_problems(G.Settings(train_files=str(path)))[2]
     keys = [S.prompt_key([("<|user|>", problem["prompt"])]) for problem in held_out]
     assert sorted(keys) == [row.key for row in read(path)[0].held_out] and len(keys) > 4
-    prompt = P.chat_ids(BYTES, "312")
+    prompt = P.asked_ids(BYTES, [("<|user|>", "312")])
     row = row_of(("user", "312"), ("assistant", "123"))
     assert [*row.ids.tolist(), row.targets[-1].item()] == [*prompt, *spelt("123.")]
 

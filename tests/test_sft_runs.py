@@ -124,7 +124,7 @@ def test_rl_goes_on_from_here(place, straight):
     ends.
     """
     network, tokenizer, _ = P.load_model("INIT_FROM", str(place.of(straight)))
-    prompt = P.chat_ids(tokenizer, "cat")
+    prompt = P.asked_ids(tokenizer, [("<|user|>", "cat")])
     samples = P.generate(network, [prompt], 50, 8, 1.0, [(0,)], P.stop_ids(tokenizer))
     text = "".join(P.completion(tokenizer, prompt, sample.ids) for sample in samples)
     assert sum(letter in string.ascii_uppercase for letter in text) > 0.7 * len(text) > 40

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    "bounds settings runtime machine tokenizer encoding template prompt data text chat conversations preferences "
+    "bounds settings runtime machine tokenizer encoding template stops prompt data text chat conversations preferences "
     "preparation batches kernels model lora optimizer adamw8bit schedule quantization qat artifact packing "
     "export deltas weights evaluation checkpoint generation split rewards problems examples rows "
     "responses start sharding finetuning intervals pairs policy environment judge"

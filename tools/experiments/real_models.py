@@ -198,7 +198,7 @@ def equal_answers(layout: str, out: Path, name: str, folder: Path) -> dict[str, 
         turns = [{"role": "user", "content": question}]
         asked = theirs.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
         ids = asked["input_ids"]
-        assert ids[0].tolist() == script.chat_ids(tokenizer, question)
+        assert ids[0].tolist() == script.asked_ids(tokenizer, [("<|user|>", question)])
         answer = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.size(1) :].tolist()
         (ours,) = script.generate(
             network, [ids[0].tolist()], 1, 12, 0.0, [(0,)], script.stop_ids(tokenizer)
