@@ -2736,7 +2736,7 @@ def sample(settings):
         stop_ids(model.tokenizer),
         truncation(settings),
     )
-    begin = 1 if settings.layout == "text" else len(prompt)  # a text is printed with its prompt
+    begin = 0 if settings.layout == "text" else len(prompt)  # a text is printed with its prompt
     for one in samples:
         ids = prompt + one.ids
         print(completion(model.tokenizer, ids[:begin], ids[begin:]))

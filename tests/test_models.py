@@ -828,6 +828,17 @@ def test_tokens_of_a_conversation(chats):
     assert (ids, said) == ([*ours.encode("abc"), bos], [True] * len(ids))
 
 
+def test_a_text_is_printed_with_all_of_its_prompt(chats, tmp_path, capsys):
+    """It begins without BOS, so nothing may be cut off."""
+    chats(CHATML)
+    run = str(tmp_path / "runs" / "chats")
+    capsys.readouterr()
+    sample.sample(
+        sample.Settings(artifact=run, prompt="the 12 words", max_new_tokens=1, device="cpu")
+    )
+    assert capsys.readouterr().out.startswith("the 12 words")
+
+
 def test_bos_that_a_tokenizer_puts_before_texts(chats, monkeypatch):
     """As Llama 3 has it, by its post-processor."""
     tokenizers = pytest.importorskip("tokenizers")
