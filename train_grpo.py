@@ -3790,6 +3790,25 @@ def prompts_unit(settings, ranks):
     return unit
 
 
+def deal(costs, ranks, unit):
+    """Return the places of queries that each rank answers, so that all end at about the same time.
+
+    costs: of each query. Of each `unit` of queries, a mini-batch of all ranks, every rank gets as
+    many as the others: of the costliest that are left, the rank with the least so far takes the
+    first.
+    """
+    shares = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for start in range(0, len(costs), unit):
+        order = sorted(range(start, start + unit), key=lambda place: -costs[place])
+        for at in range(0, unit, ranks):
+            lightest = sorted(range(ranks), key=loads.__getitem__)
+            for rank, place in zip(lightest, order[at : at + ranks], strict=True):
+                shares[rank].append(place)
+                loads[rank] += costs[place]
+    return [sorted(share) for share in shares]
+
+
 def prompt_of(query):
     """Return the prompt of a query: itself, or its `prompt` if it is a dict. Raises UserError."""
     prompt = query.get("prompt") if isinstance(query, dict) else query
@@ -3924,6 +3943,7 @@ class PolicyTrainer:
         self.table = quant_table(settings)
         self.qat = False
         self.stop = stop_ids(tokenizer)
+        self.sampling_seconds = 0.0  # of this rank in the last step
         self.steps = 0  # of train_step and train so far
 
     def weights(self):
@@ -3971,13 +3991,23 @@ class PolicyTrainer:
             )
         return answers
 
+    def cost(self, query):
+        """Return how long an answer to a query is likely to take: characters to read and to write."""
+        answer = query.get("answer", "") if isinstance(query, dict) else ""
+        return len(prompt_of(query)) + len(answer)
+
     def sample_share(self, queries, step):
         """Return GROUP_SIZE Answers to each query of this rank's share of a step's queries."""
+        begin = time.perf_counter()
         settings = self.settings
-        share = range(self.runtime.rank, len(queries), self.runtime.world_size)
+        unit = len(queries) // settings.mini_batches
+        costs = list(map(self.cost, queries))
+        share = deal(costs, self.runtime.world_size, unit)[self.runtime.rank]
         seeds = [(settings.seed, step, number) for number in share]
         queries = [queries[number] for number in share]
-        return self.sample(queries, settings.group_size, settings.temperature, seeds)
+        answers = self.sample(queries, settings.group_size, settings.temperature, seeds)
+        self.sampling_seconds = time.perf_counter() - begin
+        return answers
 
     def rewards(self, answers):
         """Return the rewards of answers (n,)."""
@@ -3993,6 +4023,9 @@ class PolicyTrainer:
         The values are what make_batches calls advantages. zero_variance is the share of answers in
         groups of one reward.
         """
+        seconds = torch.zeros(self.runtime.world_size, device=self.runtime.device)
+        seconds[self.runtime.rank] = self.sampling_seconds
+        seconds = self.runtime.sum(seconds)
         rows = []
         for answer, value in zip(answers, values.tolist(), strict=True):
             rows.append((answer.prompt, answer.ids, answer.logps, value))
@@ -4013,6 +4046,7 @@ class PolicyTrainer:
             "length": mean[2],
             "finished": mean[3],
             "gen_tok_s": count * mean[2] / (time.perf_counter() - begin),
+            "idle": 1 - seconds.mean() / seconds.max(),  # of all ranks' time of sampling
         }
         return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
 
@@ -4376,6 +4410,10 @@ class EpisodeTrainer(PolicyTrainer):
     """
 
     environment = None
+
+    def cost(self, query):
+        """Return how long an answer to a query is likely to take; of a conversation nothing is known."""
+        return super().cost(query) if self.environment is None else 0
 
     def sample(self, queries, count, temperature, seeds):
         """Return `count` Answers to each query, query by query: conversations of several turns."""

@@ -12,6 +12,7 @@ import random
 import re
 import statistics
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -843,7 +844,7 @@ def compare_ranks(one: tuple, ranks: list, bad: int, rel: float) -> None:
         clips = [torch.tensor(clips_of(found)) for found in (own, others)]
         assert clips[0] == pytest.approx(clips[1], abs=0.02)
         for key in own:
-            if not re.search("tok_s|clips", key):
+            if not re.search("tok_s|clips|idle", key):
                 assert own[key] == pytest.approx(others[key], rel=rel, abs=5e-5), key
 
 
@@ -869,6 +870,55 @@ def test_two_ranks_are_one(M, changes, float32, monkeypatch):
     [one] = on_ranks(1, make, work)
     compare_ranks(one, on_ranks(2, make, work), 2, 2e-4)
     assert 0 < one[1][0]["zero_variance"] < 1 < one[1][0]["length"]
+
+
+def test_ranks_are_dealt_as_much_to_do():
+    """By hand; and lengths that differ tenfold, in mini-batches of 16: less than 8% of the time is
+    idle in the worst of 150 cases, and more than 20% where queries are dealt in turn.
+    """
+    assert G.deal([9, 1, 2, 8], 2, 4) == [[0, 1], [2, 3]]  # 9 + 1, 8 + 2
+    # Of a mini-batch each rank has as many; that with less so far has the costlier one.
+    assert G.deal([5, 1, 1, 5], 2, 2) == [[0, 2], [1, 3]]
+    assert G.deal([3, 1, 2], 1, 3) == [[0, 1, 2]]
+    rng = random.Random(1)
+    worst = {"dealt": 0.0, "in turn": 0.0}
+    for _ in range(50):
+        costs = [rng.randint(10, 100) for _ in range(64)]
+        for ranks in (2, 4, 8):
+            dealt = G.deal(costs, ranks, 16)
+            assert sorted(itertools.chain(*dealt)) == list(range(64))
+            for share in dealt:
+                assert [place // 16 for place in share] == sorted([0, 1, 2, 3] * (16 // ranks))
+            in_turn = [range(rank, 64, ranks) for rank in range(ranks)]
+            for name, shares in (("dealt", dealt), ("in turn", in_turn)):
+                loads = [sum(costs[place] for place in share) for share in shares]
+                idle = 1 - sum(loads) / ranks / max(loads)
+                worst[name] = max(worst[name], idle)
+    assert worst["dealt"] < 0.08 and worst["in turn"] > 0.2, worst
+
+
+@each_script
+def test_a_rollout_says_how_long_ranks_waited(M, float32, monkeypatch):
+    """Of two ranks one takes 0.5 s longer for its samples."""
+
+    def make(runtime):
+        settings = {**SMALL, "prompts_per_step": 4, "mini_batches": 1}
+        return TRAINERS[M](policy(M), BYTES, M.Settings(**settings), runtime=runtime)
+
+    def work(own):
+        sample = own.sample
+
+        def slowly(*args):
+            time.sleep(0.5 * own.runtime.rank)
+            return sample(*args)
+
+        own.sample = slowly
+        own.reward_funcs = [by(lambda _, texts: [1.0] * len(texts))]
+        return own.rollout(list("abcd"), 0).metrics["idle"], own.sampling_seconds
+
+    (idle, first), (other, second) = on_ranks(2, make, work)
+    assert idle == other == pytest.approx(1 - (first + second) / 2 / max(first, second), abs=1e-6)
+    assert 0.1 < idle < 0.5
 
 
 # ----------------------------------------------------------------------------------------------------------- rollouts

@@ -34,10 +34,12 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,{digits}}}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The roles are words, as in the template of DeepSeek LLM: pretraining has seen them.
 TEMPLATE = (
     "{{{{ bos_token if bos_token else '' }}}}{{% for message in messages %}}"
-    "<|im_start|>{{{{ message.role }}}}\n{{{{ message.content }}}}{end}\n{{% endfor %}}"
-    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+    "{{% if message.role == 'user' %}}User: {{{{ message.content }}}}\n\n"
+    "{{% else %}}Assistant: {{{{ message.content }}}}{end}{{% endif %}}{{% endfor %}}"
+    "{{% if add_generation_prompt %}}Assistant:{{% endif %}}"
 )
 SHAPE = dict(model_dim=128, num_heads=4, num_layers=4, train_seq_len=128)
 SPEED = dict(save_every=0, val_loss_every=0)
@@ -56,7 +58,7 @@ RL = dict(
     learning_rate=0.0002,
     max_new_tokens=12,
     mini_batches=2,
-    eval_prompts=80,
+    eval_prompts=200,
     reward=f"{PROBLEMS}:gsm8k",
 )
 RL_SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py"}
@@ -76,22 +78,22 @@ def call(*words, **settings) -> None:
 def write_problems(out: Path) -> None:
     """Write sums of a number of two digits and one of one: rows for post-training, and texts.
 
-    Texts have no problem that post-training holds out.
+    Texts have no problem that post-training holds out. Half of them write conversations out in
+    words, as the texts do from which published models have learned.
     """
     sft = load_script(ROOT / "train_sft.py")
     rows = []
-    for a, b in itertools.product(range(10, 100), range(1, 10)):
+    for a, b in itertools.product(range(10, 100), range(1, 50)):
         rows.append({"prompt": f"{a}+{b}=?", "answer": f"#### {a + b}"})
     random.Random(1).shuffle(rows)
-    lines = []
-    for row in rows:
-        if sft.prompt_key([("<|user|>", row["prompt"])]) % 10:
-            lines.append(f"{row['prompt']}\n{row['answer']}\n")
+    learned = [row for row in rows if sft.prompt_key([("<|user|>", row["prompt"])]) % 10]
+    forms = ("{prompt}\n{answer}\n", "User: {prompt}\n\nAssistant: {answer}\n")
     texts = []
     for seed in range(200):  # the same sums in another order
-        random.Random(seed).shuffle(lines)
-        for begin in range(0, len(lines), 20):
-            texts.append({"text": "".join(lines[begin : begin + 20])})
+        random.Random(seed).shuffle(learned)
+        for begin in range(0, len(learned), 20):
+            lines = [forms[seed % 2].format(**row) for row in learned[begin : begin + 20]]
+            texts.append({"text": "".join(lines)})
     for path, content in ((out / "sums.jsonl", rows), (out / "texts.jsonl", texts)):
         path.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
 
@@ -116,7 +118,7 @@ def write_tokenizer(layout: str, out: Path, folder: Path) -> None:
     )
     lines = (out / "texts.jsonl").read_text(encoding="utf-8").splitlines()[:500]
     tokenizer.train_from_iterator([json.loads(line)["text"] for line in lines], trainer)
-    tokenizer.add_special_tokens([kind["bos"], "<|im_start|>", kind["end"]])
+    tokenizer.add_special_tokens([kind["bos"], kind["end"]])
     bos_id = tokenizer.token_to_id(kind["bos"])
     config = {"eos_token": kind["end"], "chat_template": TEMPLATE.format(end=kind["end"])}
     if is_llama:
