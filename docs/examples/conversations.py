@@ -22,8 +22,8 @@ LENGTH = 8  # answers at most
 
 
 def random_guess(game, rng):
-    """Return a number of the range."""
-    return str(rng.randint(1, guess.HIGHEST))
+    """Return a number of the range that is left."""
+    return str(rng.randint(game.low, game.high))
 
 
 def random_move(game, rng):

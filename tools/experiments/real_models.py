@@ -41,7 +41,7 @@ TEMPLATE = (
     "{{% else %}}Assistant: {{{{ message.content }}}}{end}{{% endif %}}{{% endfor %}}"
     "{{% if add_generation_prompt %}}Assistant:{{% endif %}}"
 )
-SHAPE = dict(model_dim=128, num_heads=4, num_layers=4, train_seq_len=128)
+SHAPE = dict(model_dim=64, num_heads=4, num_layers=4, train_seq_len=128)
 SPEED = dict(save_every=0, val_loss_every=0)
 PRETRAINING = dict(train_batch_tokens=2048, qat=0, eval_stride=0, holdout_tokens=8192)
 TUNING = dict(
@@ -55,9 +55,9 @@ TUNING = dict(
 )
 RL = dict(
     qat=0,
-    learning_rate=0.0002,
+    learning_rate=0.0003,
     max_new_tokens=12,
-    mini_batches=2,
+    mini_batches=4,
     eval_prompts=200,
     reward=f"{PROBLEMS}:gsm8k",
 )

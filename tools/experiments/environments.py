@@ -1,0 +1,250 @@
+"""Measure what train_grpo.py learns from the environments of docs/examples, with controls.
+
+    python tools/experiments/environments.py [--games tictactoe guess calculator] [--seeds 3] [--jobs 2]
+        [--arms rewards coin] [--set NAME=VALUE ...] [--out runs/environments] [--write docs/lab/FILE.json]
+
+For each game and seed train_sft.py makes the start from random legal moves, and train_grpo.py goes on
+from it by configs/environment.env and the settings in GAMES. The arms:
+
+- rewards: the environment as it is
+- coin: the control. The last reward of a conversation is a coin's
+- NoTool: of the calculator, the environment that computes nothing
+
+Every policy then plays the same held-out games greedily: those of arms "rewards" and "coin" in the
+environment as it is. Runs have one thread, and --jobs of them run side by side. A run that has ended
+is not repeated. Gains are paired by game, over all seeds, with 95% intervals.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
+
+from common import ROOT, inherited_environment, load_script, markdown_table, parse_set
+
+EXAMPLES = ROOT / "docs" / "examples"
+CONFIG = ROOT / "configs" / "environment.env"
+HELD_OUT_GAMES = 400
+
+
+@dataclass
+class Game:
+    """An example: its class, the steps of its start, and settings of its runs and of its games."""
+
+    environment: str
+    start_steps: int
+    settings: dict
+    max_turns: int = 8  # of the games that score it
+    arms: tuple = ("rewards", "coin")
+
+
+GAMES = {
+    "tictactoe": Game("tictactoe.py:Random", 150, {}),
+    "guess": Game("guess.py:Guess", 150, dict(max_turns=4, discount=0.9)),
+    "calculator": Game(
+        "calculator.py:Calculator",
+        300,
+        dict(max_turns=2),
+        max_turns=2,
+        arms=("rewards", "coin", "NoTool"),
+    ),
+}
+CONTROL = """import random
+import runpy
+
+Environment = runpy.run_path({path!r})[{name!r}]
+
+
+class Coin(Environment):
+    def reset(self, seed):
+        self.coin = random.SystemRandom()
+        return super().reset(seed)
+
+    def step(self, text):
+        said, _, done = super().step(text)
+        return said, done * float(self.coin.random() < 0.5), done
+"""
+
+
+def call(script: str, *words: str, **settings) -> None:
+    """Run a script of the repository with one thread. A fault ends the experiment."""
+    given = {name.upper(): str(value) for name, value in settings.items()}
+    environ = inherited_environment() | {"OMP_NUM_THREADS": "1"} | given
+    command = [sys.executable, script, *words]
+    print(command, given, flush=True)
+    subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
+
+
+def environment_of(game: Game, arm: str, out: Path) -> str:
+    """Return the setting ENVIRONMENT of an arm."""
+    file, _, name = game.environment.partition(":")
+    if arm == "NoTool":
+        return f"{EXAMPLES / file}:NoTool"
+    if arm == "rewards":
+        return f"{EXAMPLES / file}:{name}"
+    control = out / f"coin_{file}"
+    control.write_text(CONTROL.format(path=str(EXAMPLES / file), name=name), encoding="utf-8")
+    return f"{control}:Coin"
+
+
+def make_start(name: str, seed: int, out: Path) -> None:
+    """Train the start of a game's policies by supervised fine-tuning on random legal moves."""
+    folder = f"{name}_start_{seed}"
+    if (out / folder / "result.json").is_file():
+        return
+    steps = GAMES[name].start_steps
+    rows = out / f"{name}.jsonl"
+    given = dict(iterations=steps, max_wallclock_seconds=0, seed=seed, save_every=0)
+    call("train_sft.py", train_files=rows, out_dir=out, run_id=folder, **given)
+
+
+def train(name: str, arm: str, seed: int, changes: dict, out: Path) -> None:
+    """Train the policy of an arm."""
+    folder = f"{name}_{arm}_{seed}"
+    if (out / folder / "result.json").is_file():
+        return
+    settings = dict(
+        config=CONFIG,
+        out_dir=out,
+        run_id=folder,
+        seed=seed,
+        save_every=0,
+        init_from=out / f"{name}_start_{seed}",
+        environment=environment_of(GAMES[name], arm, out),
+    )
+    call("train_grpo.py", **settings | GAMES[name].settings | changes)
+
+
+def play(name: str, arm: str, folder: Path, out: Path) -> dict[str, list[float]]:
+    """Return rewards, answers and ends of the held-out games of a run's policy, played greedily."""
+    script = load_script(ROOT / "train_grpo.py")
+    game = GAMES[name]
+    network, tokenizer, _ = script.load_model("INIT_FROM", str(folder))
+    settings = script.Settings(max_turns=game.max_turns, max_new_tokens=200)
+    trainer = script.GRPOTrainer(network, tokenizer, settings)
+    rules = arm if arm == "NoTool" else "rewards"
+    trainer.environment = script.load_environment(environment_of(game, rules, out))
+    first = script.HELD_OUT_SEED
+    queries = [script.Seed(seed) for seed in range(first, first + HELD_OUT_GAMES)]
+    seeds = [(0, number) for number in range(HELD_OUT_GAMES)]
+    answers = trainer.sample(queries, 1, 0.0, seeds)
+    episodes = [answer.query for answer in answers]
+    return {
+        "reward": [episode.value(1.0) for episode in episodes],
+        "answers": [len(episode.rewards) for episode in episodes],
+    }
+
+
+def interval(values: list[float]) -> str:
+    """Return the mean of values and its 95% interval, as text."""
+    script = load_script(ROOT / "train_grpo.py")
+    mean, low, high = script.mean_interval(torch.tensor(values).double())
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def measures(name: str, games: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return what counts in a game, a number for each that was played."""
+    rewards = games["reward"]
+    found = {"right": [float(reward >= 1) for reward in rewards]}
+    if name == "tictactoe":
+        found = {"won": found["right"], "lost": [float(reward == 0) for reward in rewards]}
+    if name == "guess":
+        # A game that is not won counts as one guess more than there are numbers.
+        guess = load_script(EXAMPLES / "guess.py")
+        pairs = zip(rewards, games["answers"], strict=True)
+        found["guesses"] = [count if reward else guess.HIGHEST + 1.0 for reward, count in pairs]
+    return found
+
+
+def bisection_mean() -> float:
+    """Return how many guesses bisection takes in the held-out games, on average."""
+    guess = load_script(EXAMPLES / "guess.py")
+    game = guess.Guess()
+    first = load_script(ROOT / "train_grpo.py").HELD_OUT_SEED
+    counts = []
+    for seed in range(first, first + HELD_OUT_GAMES):
+        game.reset(seed)
+        counts.append(guess.bisection(game.number))
+    return statistics.fmean(counts)
+
+
+def table(games: list[str], arms: list[str], seeds: range, out: Path) -> tuple[list, dict]:
+    """Return the rows of the table, and all results by game, arm and seed."""
+    rows = [["game", "measure", "arm", "start", "after", "gain", "after, by seed", "steps"]]
+    results = {}
+    for name in games:
+        for arm in [arm for arm in GAMES[name].arms if arm in arms]:
+            before = {}
+            after = {}
+            steps = []
+            for seed in seeds:
+                run = out / f"{name}_{arm}_{seed}"
+                result = json.loads((run / "result.json").read_bytes())
+                steps.append(result["steps"])
+                start = measures(name, play(name, arm, out / f"{name}_start_{seed}", out))
+                end = measures(name, play(name, arm, run, out))
+                for measure in start:
+                    before.setdefault(measure, []).append(start[measure])
+                    after.setdefault(measure, []).append(end[measure])
+                kept = ("settings", "steps", "train_seconds", "hardware", "versions", "commit")
+                facts = {key: result[key] for key in kept}
+                results[f"{name} {arm} {seed}"] = facts | {
+                    "before": {key: statistics.fmean(values) for key, values in start.items()},
+                    "after": {key: statistics.fmean(values) for key, values in end.items()},
+                }
+            for measure in before:
+                old = sum(before[measure], [])
+                new = sum(after[measure], [])
+                gain = [b - a for a, b in zip(old, new, strict=True)]
+                by_seed = " ".join(f"{statistics.fmean(values):.3f}" for values in after[measure])
+                row = [interval(old), interval(new), interval(gain), by_seed]
+                rows.append([name, measure, arm, *row, " ".join(map(str, steps))])
+    return rows, results
+
+
+def main() -> None:
+    """Run the command line described at the top of this file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--games", nargs="+", default=[*GAMES], choices=GAMES)
+    parser.add_argument("--arms", nargs="+", default=["rewards", "coin", "NoTool"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument(
+        "--set", nargs="*", type=parse_set, default=[], help="settings of train_grpo.py"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/environments"))
+    parser.add_argument("--write", type=Path, help="JSON file of all results")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    seeds = range(1, args.seeds + 1)
+    changes = {name.lower(): value for name, value in args.set}
+    for name in args.games:
+        call("docs/examples/conversations.py", name, str(out / f"{name}.jsonl"))
+    starts = [(name, seed, out) for name in args.games for seed in seeds]
+    runs = []
+    for name in args.games:
+        for arm in [arm for arm in GAMES[name].arms if arm in args.arms]:
+            runs += [(name, arm, seed, changes, out) for seed in seeds]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda given: make_start(*given), starts))
+        list(pool.map(lambda given: train(*given), runs))
+    rows, results = table(args.games, args.arms, seeds, out)
+    print(markdown_table(rows))
+    print(f"guess: bisection takes {bisection_mean():.3f} guesses")
+    if args.write:
+        args.write.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
