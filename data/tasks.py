@@ -1,20 +1,18 @@
 """Write small tasks whose answers a program can check: problems for SFT and RL, pairs for DPO.
 
     python data/tasks.py sort                       writes data/sort.jsonl and data/sort_pairs.jsonl
-    python data/tasks.py countdown --problems 5000 --seed 2 --out data/small
+    python data/tasks.py add --problems 5000 --seed 2 --out data/small
 
-The tasks are sort, reverse, add, countdown, zebra and story (see the functions below). A line of a problem
-file is {"prompt", "answer"}, a line of a pair file {"prompt", "chosen", "rejected"}, where the
-rejected answer has a slip. All prompts of a file are different. The same seed writes the same file.
-No other file or package is needed.
+The tasks are sort, reverse, add and story (see the functions below). A line of a problem file is
+{"prompt", "answer"}, a line of a pair file {"prompt", "chosen", "rejected"}, where the rejected
+answer has a slip. All prompts of a file are different. The same seed writes the same file. No other
+file or package is needed.
 
-The file also holds reward functions for REWARD=data/tasks.py:NAME: `countdown`, the checker of that
-task; `gsm8k` and `gsm8k_strict`, checkers of story and of GSM8K's own files; and `coin`, which
-rewards at random, for control runs.
+The file also holds reward functions for REWARD=data/tasks.py:NAME: `gsm8k` and `gsm8k_strict`,
+checkers of story and of GSM8K's own files; and `coin`, which rewards at random, for control runs.
 """
 
 import argparse
-import itertools
 import json
 import random
 import re
@@ -22,7 +20,6 @@ import string
 import sys
 from collections import Counter
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 
 
@@ -50,66 +47,6 @@ def add_problem(rng):
     return f"{a}+{b}", str(a + b)
 
 
-def expression_value(text):
-    """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
-
-    A division by 0 has no value, nor has a text of more than 100 characters.
-    """
-    text = " ".join(text.split()) if re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII) else "("
-    # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
-    # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
-    if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
-        return None
-    try:
-        return eval(re.sub("[0-9]+", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
-    except (SyntaxError, ZeroDivisionError):
-        return None
-
-
-def countdown_problem(rng):
-    """Return three numbers up to 20 and a target below 100 to reach: `3 7 20=41`, `(3*7)+20`.
-
-    An answer uses each number once. There are others than the one returned: see `countdown`.
-    """
-    target = None
-    while target not in range(1, 100):
-        # Sorted, because otherwise one problem could stand on both sides of the split.
-        numbers = sorted(rng.randint(1, 20) for _ in range(3))
-        a, b, c = rng.sample(numbers, 3)
-        p, q = rng.choices("+-*/", k=2)
-        answer = rng.choice((f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})"))
-        target = expression_value(answer)
-    return "{} {} {}={}".format(*numbers, target), answer
-
-
-DISTANCES = {"=": (0,), "<": (-2, -1), ">": (1, 2), "~": (-1, 1)}  # of two houses, by a clue's sign
-
-
-def zebra_problem(rng):
-    """Return clues on who lives with which pet (and drink) in houses 1 to 3, and the only solution.
-
-    `Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. The answer goes house
-    by house: `Ann eel, Cid cat, Bob dog`.
-    """
-    names = "Ann Bob Cid cat dog eel ale gin tea".split()[: rng.choice((6, 9))]
-    words = [*names, *"123"]
-    orders = itertools.product(itertools.permutations((1, 2, 3)), repeat=len(names) // 3)
-    worlds = [sum(order, ()) + (1, 2, 3) for order in orders]  # the house of each word
-    world = rng.choice(worlds)
-    clues = []
-    while len(worlds) > 1:
-        a, b = sorted(rng.sample(range(len(words)), 2))
-        sign = rng.choice("=<>~")
-        left = [other for other in worlds if other[a] - other[b] in DISTANCES[sign]]
-        if world in left and left != worlds:
-            worlds = left
-            clues.append(words[a] + sign + words[b])
-    houses = [[], [], []]
-    for name, house in zip(names, world, strict=False):
-        houses[house - 1].append(name)
-    return ", ".join(sorted(clues)), ", ".join(map(" ".join, houses))
-
-
 def story_problem(rng):
     """Return a word problem and its solution, in the format of GSM8K: the last line is `#### 14`."""
     name = rng.choice(("Ann", "Bob", "Cid"))
@@ -132,20 +69,8 @@ TASKS = {
     "sort": sort_problem,
     "reverse": reverse_problem,
     "add": add_problem,
-    "countdown": countdown_problem,
-    "zebra": zebra_problem,
     "story": story_problem,
 }
-
-
-def countdown(prompts, completions, **columns):
-    """Return 1.0 for each expression that reaches the target with each number once, else 0.0."""
-    rewards = []
-    for prompt, text in zip(prompts, completions, strict=True):
-        *numbers, target = re.findall("[0-9]+", prompt)
-        uses_each_once = sorted(re.findall("[0-9]+", text[:100])) == sorted(numbers)
-        rewards.append(float(uses_each_once and expression_value(text) == int(target)))
-    return rewards
 
 
 def final_number(text):
@@ -204,10 +129,6 @@ def gsm8k_strict(prompts, completions, answer, **columns):
     return [float(final_number(text) == final_number(right)) for text, right in pairs]
 
 
-# Tasks whose answers are not compared letter by letter.
-CHECKERS = {"countdown": countdown, "story": gsm8k_strict}
-
-
 def coin(prompts, completions, **columns):
     """Return 0.0 or 1.0 for each text, a hash of prompt, text and how often the call had both."""
     seen = Counter()
@@ -230,7 +151,7 @@ def make_problems(task, count, seed):
     return [*problems.items()]
 
 
-def slip(task, prompt, answer, rng):
+def slip(task, answer, rng):
     """Return a wrong answer that is close to a right one.
 
     Two characters are swapped, or one is changed into another of its kind, dropped or doubled, so
@@ -240,14 +161,14 @@ def slip(task, prompt, answer, rng):
         place = rng.randrange(len(answer))
         char = answer[place]
         rest = answer[place + 1 :]
-        kinds = (string.digits, string.ascii_uppercase, "+-*/()")
+        kinds = (string.digits, "+-*/()")
         kind = next((kind for kind in kinds if char in kind), string.ascii_lowercase)
         other = rng.choice(kind.replace(char, ""))
         changed = (rest[:1] + char + rest[1:], other + rest, rest, char + char + rest)
         wrong = answer[:place] + rng.choice(changed)
         is_right = wrong.strip() == answer
-        if task in CHECKERS:
-            is_right = CHECKERS[task]([prompt], [wrong], answer=[answer]) == [1.0]
+        if task == "story":
+            is_right = final_number(wrong) == final_number(answer)
         if wrong.strip() and not is_right:
             return wrong
 
@@ -277,7 +198,7 @@ def main(arguments=None):
     if args.pairs:
         rng = random.Random(f"{args.task} slips {args.seed}")
         rows = [
-            {"prompt": prompt, "chosen": answer, "rejected": slip(args.task, prompt, answer, rng)}
+            {"prompt": prompt, "chosen": answer, "rejected": slip(args.task, answer, rng)}
             for prompt, answer in problems[: args.pairs]
         ]
         write_lines(Path(args.out, f"{args.task}_pairs.jsonl"), rows)

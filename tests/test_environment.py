@@ -343,6 +343,19 @@ def test_conversations_of_a_start(name):
     assert len(lengths) > 1
 
 
+@pytest.mark.parametrize(("name", "kind"), [("countdown", "Countdown"), ("zebra", "Zebra")])
+def test_a_start_of_one_turn_has_right_answers(name, kind):
+    conversations = example("conversations")
+    game = getattr(example(name), kind)()
+    rng = random.Random(1)
+    seeds = random.Random(1)
+    for _ in range(50):
+        user, assistant = conversations.conversation(name, rng)
+        assert user == {"role": "user", "content": game.reset(seeds.randrange(1 << 20))}
+        assert assistant["role"] == "assistant"
+        assert game.step(assistant["content"]) == ("", 1.0, True)
+
+
 @pytest.mark.full
 def test_the_guides_commands(tmp_path):
     """With fewer steps; the log has what the guide explains."""

@@ -1,9 +1,10 @@
 """Write conversations from which train_sft.py makes the start of a policy for an environment.
 
-    python docs/examples/conversations.py guess data/guess.jsonl          guess, tictactoe or calculator
+    python docs/examples/conversations.py guess data/guess.jsonl
 
-Guesses and moves are random and legal. Of the products half have a call of the tool, mostly of wrong
-numbers, and half have the result by itself.
+The names are guess, tictactoe, calculator, countdown and zebra. Guesses and moves are random and
+legal. Of the products half have a call of the tool, mostly of wrong numbers, and half have the result
+by itself. The rows of countdown and zebra are right answers: a user's turn and an assistant's turn.
 """
 
 import json
@@ -14,8 +15,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import calculator
+import countdown
 import guess
 import tictactoe
+import zebra
 
 COUNT = 4000
 LENGTH = 8  # answers at most
@@ -47,6 +50,8 @@ PLAYERS = {
     "guess": (guess.Guess, random_guess),
     "tictactoe": (tictactoe.Random, random_move),
     "calculator": (calculator.Calculator, random_call),
+    "countdown": (countdown.Countdown, lambda game, rng: game.solution),
+    "zebra": (zebra.Zebra, lambda game, rng: game.solution),
 }
 
 
