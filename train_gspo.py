@@ -4694,9 +4694,9 @@ def main():
         if is_silent and run.step == FIRST_STEPS:
             run.save()
             raise UserError(
-                f"REWARD={settings.reward!r}: in the first {FIRST_STEPS} steps each group has one "
-                f"reward (mean {metrics['reward']:.3f}), so nothing can be learned; needs "
-                "another INIT_FROM or easier TRAIN_FILES"
+                f"{settings.environment or settings.reward}: in the first {FIRST_STEPS} steps each "
+                f"group has one reward (mean {metrics['reward']:.3f}), so nothing can be learned; "
+                "needs another INIT_FROM, or easier problems"
             )
 
     clock.stop()

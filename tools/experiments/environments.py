@@ -176,37 +176,34 @@ def bisection_mean() -> float:
     return statistics.fmean(counts)
 
 
-def table(games: list[str], arms: list[str], seeds: range, out: Path) -> tuple[list, dict]:
-    """Return the rows of the table, and all results by game, arm and seed."""
-    rows = [["game", "measure", "arm", "start", "after", "gain", "after, by seed", "steps"]]
+def compare(name: str, arm: str, seeds: range, out: Path) -> tuple[list[list], dict]:
+    """Return the rows of the table on an arm, and its results by game, arm and seed."""
+    before = {}  # measure -> a list for each seed
+    after = {}
     results = {}
-    for name in games:
-        for arm in [arm for arm in GAMES[name].arms if arm in arms]:
-            before = {}
-            after = {}
-            steps = []
-            for seed in seeds:
-                run = out / f"{name}_{arm}_{seed}"
-                result = json.loads((run / "result.json").read_bytes())
-                steps.append(result["steps"])
-                start = measures(name, play(name, arm, out / f"{name}_start_{seed}", out))
-                end = measures(name, play(name, arm, run, out))
-                for measure in start:
-                    before.setdefault(measure, []).append(start[measure])
-                    after.setdefault(measure, []).append(end[measure])
-                kept = ("settings", "steps", "train_seconds", "hardware", "versions", "commit")
-                facts = {key: result[key] for key in kept}
-                results[f"{name} {arm} {seed}"] = facts | {
-                    "before": {key: statistics.fmean(values) for key, values in start.items()},
-                    "after": {key: statistics.fmean(values) for key, values in end.items()},
-                }
-            for measure in before:
-                old = sum(before[measure], [])
-                new = sum(after[measure], [])
-                gain = [b - a for a, b in zip(old, new, strict=True)]
-                by_seed = " ".join(f"{statistics.fmean(values):.3f}" for values in after[measure])
-                row = [interval(old), interval(new), interval(gain), by_seed]
-                rows.append([name, measure, arm, *row, " ".join(map(str, steps))])
+    steps = []
+    for seed in seeds:
+        run = out / f"{name}_{arm}_{seed}"
+        result = json.loads((run / "result.json").read_bytes())
+        steps.append(str(result["steps"]))
+        start = measures(name, play(name, arm, out / f"{name}_start_{seed}", out))
+        end = measures(name, play(name, arm, run, out))
+        kept = ("settings", "steps", "train_seconds", "hardware", "versions", "commit")
+        facts = {key: result[key] for key in kept}
+        for found, games, key in ((before, start, "before"), (after, end, "after")):
+            facts[key] = {}
+            for measure, values in games.items():
+                facts[key][measure] = statistics.fmean(values)
+                found.setdefault(measure, []).append(values)
+        results[f"{name} {arm} {seed}"] = facts
+    rows = []
+    for measure in before:
+        old = sum(before[measure], [])
+        new = sum(after[measure], [])
+        gain = [b - a for a, b in zip(old, new, strict=True)]
+        by_seed = " ".join(f"{statistics.fmean(values):.3f}" for values in after[measure])
+        cells = [interval(old), interval(new), interval(gain), by_seed]
+        rows.append([name, measure, arm, *cells, " ".join(steps)])
     return rows, results
 
 
@@ -231,15 +228,25 @@ def main() -> None:
     changes = {name.lower(): value for name, value in args.set}
     for name in args.games:
         call("docs/examples/conversations.py", name, str(out / f"{name}.jsonl"))
-    starts = [(name, seed, out) for name in args.games for seed in seeds]
+    starts = []
     runs = []
     for name in args.games:
-        for arm in [arm for arm in GAMES[name].arms if arm in args.arms]:
-            runs += [(name, arm, seed, changes, out) for seed in seeds]
+        starts += [(name, seed, out) for seed in seeds]
+        for arm in GAMES[name].arms:
+            if arm in args.arms:
+                runs += [(name, arm, seed, changes, out) for seed in seeds]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda given: make_start(*given), starts))
         list(pool.map(lambda given: train(*given), runs))
-    rows, results = table(args.games, args.arms, seeds, out)
+    rows = [["game", "measure", "arm", "start", "after", "gain", "after, by seed", "steps"]]
+    results = {}
+    for name in args.games:
+        for arm in GAMES[name].arms:
+            if arm not in args.arms:
+                continue
+            new_rows, new_results = compare(name, arm, seeds, out)
+            rows += new_rows
+            results |= new_results
     print(markdown_table(rows))
     print(f"guess: bisection takes {bisection_mean():.3f} guesses")
     if args.write:

@@ -87,7 +87,7 @@ def write_problems(out: Path) -> None:
         rows.append({"prompt": f"{a}+{b}=?", "answer": f"#### {a + b}"})
     random.Random(1).shuffle(rows)
     learned = [row for row in rows if sft.prompt_key([("<|user|>", row["prompt"])]) % 10]
-    forms = ("{prompt}\n{answer}\n", "User: {prompt}\n\nAssistant: {answer}\n")
+    forms = ("{prompt}\n{answer}\n", "User: {prompt}\n\nAssistant:{answer}\n")
     texts = []
     for seed in range(200):  # the same sums in another order
         random.Random(seed).shuffle(learned)
