@@ -4701,9 +4701,10 @@ def main():
         is_silent = is_silent and metrics["zero_variance"] == 1
         if is_silent and run.step == FIRST_STEPS:
             run.save()
+            source = "environment" if settings.environment else "reward"
             raise UserError(
-                f"{settings.environment or settings.reward}: in the first {FIRST_STEPS} steps each "
-                f"group has one reward (mean {metrics['reward']:.3f}), so nothing can be learned; "
+                f"{source.upper()}={getattr(settings, source)!r}: in the first {FIRST_STEPS} steps "
+                f"each group has one reward (mean {metrics['reward']:.3f}), so nothing can be learned; "
                 "needs another INIT_FROM, or easier problems"
             )
 
