@@ -3752,6 +3752,7 @@ IDENTITY = (
     "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
 ).split()
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
+FEWEST_CHANGES = 1e-3  # share of the artifact's codes; below it rounding has undone the training
 
 
 @dataclass
@@ -4253,9 +4254,30 @@ def pack_policy(run, trainer):
     return content
 
 
+def count_changes(run, network, table):
+    """Return the share of a network's codes that the start's weights do not have.
+
+    A start that was read from an artifact lies on the quantizer's steps, and a weight that moves
+    by less than half a step is rounded back. Then a run may gain in training and nothing after it.
+    """
+    start, _, _ = load_model("INIT_FROM", run.settings.init_from)
+    merge_lora(start)
+    before = quantize_all(start.state_dict(), table)
+    changed = 0
+    count = 0
+    for name, coded in quantize_all(network.state_dict(), table).items():
+        changed += (coded.codes != before[name].codes).sum().item()
+        count += coded.codes.numel()
+    run.log(f"packing: {changed:,} of {count:,} codes are not those of the start")
+    if changed < FEWEST_CHANGES * count:
+        run.event("training_was_rounded_away", changed_codes=changed)
+    return changed / count
+
+
 def score_artifact(run, trainer, exam):
     """Score the policy that the artifact file alone gives back; return all scores for result.json."""
     trainer.network, _, _ = load_model("ARTIFACT", str(run.folder / "model.upar"))
+    changed = count_changes(run, trainer.network, trainer.table)
     trainer.network.to(run.runtime.device)
     trainer.qat = False
     after = exam.scores(trainer)
@@ -4266,7 +4288,7 @@ def score_artifact(run, trainer, exam):
     }
     run.log.metrics(run.step, held_out_metrics(scores["after"]))
     run.log(score_table(scores, scores["gain"], ".3f"))
-    return scores
+    return {**scores, "changed_codes": changed}
 
 
 # === end: policy ===

@@ -378,6 +378,27 @@ def test_ten_steps_without_any_reward_end_the_run(place, script):
         assert {step["grad_norm"] for step in place.steps(out)} == {0.0}
 
 
+def test_training_that_rounding_undoes_is_reported(place, grpo):
+    """From an artifact, whose weights lie on the quantizer's steps. Counted here by the artifacts."""
+    out = "rounded away"
+    place.run(out, **{**SHORT, "ITERATIONS": 1, "LEARNING_RATE": 1e-7, "EVAL_PROMPTS": 2})
+    assert place.result(out)["changed_codes"] == 0
+    assert place.result(out)["events"][-1] == {
+        "event": "training_was_rounded_away",
+        "changed_codes": 0,
+    }
+    files = [place.tiny["INIT_FROM"] / "model.upar", place.of("train_grpo") / "model.upar"]
+    start, end = (G.read_artifact(file)[1] for file in files)
+    settings = G.Settings(**place.result("train_grpo")["settings"])
+    coded = [G.quantize_all(one, G.quant_table(settings)) for one in (start, end)]
+    names = coded[1].keys()
+    codes = [torch.cat([one[name].codes.flatten() for name in names]) for one in coded]
+    share = (codes[0] != codes[1]).double().mean().item()
+    result = place.result("train_grpo")
+    assert result["changed_codes"] == pytest.approx(share) and share > 0.01
+    assert not any(event["event"] == "training_was_rounded_away" for event in result["events"])
+
+
 LONG = [{"prompt": f"{i}", "answer": "x"} for i in range(90)]
 LONG += [{"prompt": letter * 2050, "answer": "x"} for letter in "uvwxyz"]
 FAULTS = {

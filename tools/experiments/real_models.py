@@ -38,8 +38,8 @@ SPLIT = (
 TEMPLATE = (
     "{{{{ bos_token if bos_token else '' }}}}{{% for message in messages %}}"
     "{{% if message.role == 'user' %}}User: {{{{ message.content }}}}\n\n"
-    "{{% else %}}Assistant: {{{{ message.content }}}}{end}{{% endif %}}{{% endfor %}}"
-    "{{% if add_generation_prompt %}}Assistant:{{% endif %}}"
+    "{{% else %}}Assistant:\n{{{{ message.content }}}}{end}{{% endif %}}{{% endfor %}}"
+    "{{% if add_generation_prompt %}}Assistant:\n{{% endif %}}"
 )
 SHAPE = dict(model_dim=64, num_heads=4, num_layers=4, train_seq_len=128)
 SPEED = dict(save_every=0, val_loss_every=0)
@@ -49,7 +49,7 @@ TUNING = dict(
     qat=0,
     ema=0,
     swa=0,
-    learning_rate=0.0005,
+    learning_rate=0.0001,
     train_batch_tokens=2048,
     train_seq_len=128,
 )
@@ -87,7 +87,7 @@ def write_problems(out: Path) -> None:
         rows.append({"prompt": f"{a}+{b}=?", "answer": f"#### {a + b}"})
     random.Random(1).shuffle(rows)
     learned = [row for row in rows if sft.prompt_key([("<|user|>", row["prompt"])]) % 10]
-    forms = ("{prompt}\n{answer}\n", "User: {prompt}\n\nAssistant:{answer}\n")
+    forms = ("{prompt}\n{answer}\n", "User: {prompt}\n\nAssistant:\n{answer}\n")
     texts = []
     for seed in range(200):  # the same sums in another order
         random.Random(seed).shuffle(learned)
