@@ -3,8 +3,9 @@
     python docs/examples/conversations.py guess data/guess.jsonl
 
 The names are guess, tictactoe, calculator, countdown and zebra. Guesses and moves are random and
-legal. Of the products half have a call of the tool, mostly of wrong numbers, and half have the result
-by itself. The rows of countdown and zebra are right answers: a user's turn and an assistant's turn.
+legal. Of the products half have a call of the tool, every second one with other numbers, and half
+have the result by itself. The rows of countdown and zebra are right answers: a user's turn and an
+assistant's turn.
 """
 
 import json
@@ -41,7 +42,7 @@ def random_call(game, rng):
     if rng.random() < 0.5:
         return str(game.numbers[0] * game.numbers[1])
     numbers = game.numbers
-    if rng.random() < 0.8:
+    if rng.random() < 0.5:
         numbers = rng.randint(10, 99), rng.randint(10, 99)
     return "<calc>{}*{}</calc>".format(*numbers)
 

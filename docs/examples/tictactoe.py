@@ -1,6 +1,6 @@
 """Environments for ENVIRONMENT=docs/examples/tictactoe.py:Random, or :Perfect: tic-tac-toe.
 
-The policy is x and begins. The environment shows the board, `x.o/.x./..o`. An answer is a free field,
+The policy is x and begins. The environment shows the board row by row, `x.o.x...o`. An answer is a free field,
 1 to 9. The reward is 1 for a win, 0.5 for a draw, else 0: an illegal move loses.
 """
 
@@ -41,11 +41,7 @@ class Random:
         """Begin a game; return its number and the empty board."""
         self.rng = random.Random(seed)
         self.board = "." * 9
-        return f"{seed % 1000}: {self.shown()}"
-
-    def shown(self):
-        """Return the board as text."""
-        return "/".join(self.board[row : row + 3] for row in (0, 3, 6))
+        return f"{seed % 1000}: {self.board}"
 
     def answer(self):
         """Return the board after the environment's move."""
@@ -60,7 +56,7 @@ class Random:
         if not winner(self.board):
             self.board = self.answer()
         reward = {"x": 1.0, "draw": 0.5}.get(winner(self.board), 0.0)
-        return self.shown(), reward, bool(winner(self.board))
+        return self.board, reward, bool(winner(self.board))
 
 
 class Perfect(Random):

@@ -48,11 +48,23 @@ class Game:
 
 GAMES = {
     "tictactoe": Game("tictactoe.py:Random", 150, {}),
-    "guess": Game("guess.py:Guess", 150, dict(max_turns=4, discount=0.9)),
+    # The rewards of guesses are mostly luck: small steps of many games, and near the legal start.
+    "guess": Game(
+        "guess.py:Guess",
+        150,
+        dict(
+            max_turns=4,
+            discount=0.9,
+            prompts_per_step=32,
+            max_new_tokens=60,
+            learning_rate=0.0003,
+            kl_beta=0.05,
+        ),
+    ),
     "calculator": Game(
         "calculator.py:Calculator",
-        300,
-        dict(max_turns=2),
+        600,
+        dict(max_turns=2, max_new_tokens=60, learning_rate=0.0003),
         max_turns=2,
         arms=("rewards", "coin", "NoTool"),
     ),

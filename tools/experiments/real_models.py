@@ -3,10 +3,11 @@
     python tools/experiments/real_models.py [--layouts qwen3_5 llama] [--out /tmp/real] [--write docs/lab/FILE]
 
 For each layout: a tokenizer of its kind is trained, train_gpt.py trains a network of its preset on
-sums (120 s), and `quantize.py export` and the tokenizer's files make the folder of a
-published model. From there a user goes on: import, supervised fine-tuning (45 s), GRPO and GSPO
-(100 s each) with the reward of GSM8K, export in the form of the original. The last step compares
-greedy answers with those of transformers. A run that has ended is not repeated.
+sums (120 s), and `quantize.py export` and the tokenizer's files make the folder of a published
+model. It knows the sums, and says them in four forms. From there a user goes on: import, ten steps
+of supervised fine-tuning, GRPO and GSPO (100 s each) with the strict reward of GSM8K, export in the
+form of the original. The last step compares greedy answers with those of transformers. A run that
+has ended is not repeated.
 
 Needs transformers and tokenizers. Gains are of held-out problems, with 95% intervals, paired.
 """
@@ -41,11 +42,16 @@ TEMPLATE = (
     "{{% else %}}Assistant:\n{{{{ message.content }}}}{end}{{% endif %}}{{% endfor %}}"
     "{{% if add_generation_prompt %}}Assistant:\n{{% endif %}}"
 )
+# A base answers in any of these forms; post-training wants the last one.
+FORMS = ("{sum}", "It is {sum}.", "{asked}{sum}", "#### {sum}")
 SHAPE = dict(model_dim=64, num_heads=4, num_layers=4, train_seq_len=128)
 SPEED = dict(save_every=0, val_loss_every=0)
 PRETRAINING = dict(train_batch_tokens=2048, qat=0, eval_stride=0, holdout_tokens=8192)
+# The start has just begun to learn which form is wanted. Its checkpoints are not rounded, and the
+# changes that reinforcement learning makes would be lost in coarse codes.
 TUNING = dict(
-    epochs=100,
+    iterations=10,
+    max_wallclock_seconds=0,
     qat=0,
     ema=0,
     swa=0,
@@ -55,11 +61,13 @@ TUNING = dict(
 )
 RL = dict(
     qat=0,
-    learning_rate=0.0003,
+    matrix_bits=8,
+    learning_rate=0.0001,
+    temperature=1,
     max_new_tokens=12,
-    mini_batches=4,
+    mini_batches=2,
     eval_prompts=200,
-    reward=f"{PROBLEMS}:gsm8k",
+    reward=f"{PROBLEMS}:gsm8k_strict",
 )
 RL_SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py"}
 CHECKED = 50  # held-out problems whose greedy answers are compared with those of transformers
@@ -76,24 +84,28 @@ def call(*words, **settings) -> None:
 
 
 def write_problems(out: Path) -> None:
-    """Write sums of a number of two digits and one of one: rows for post-training, and texts.
+    """Write sums of two numbers: rows for post-training, and texts to train a base on.
 
-    Texts have no problem that post-training holds out. Half of them write conversations out in
-    words, as the texts do from which published models have learned.
+    Texts have no problem that post-training holds out. Half of them are conversations in words, and
+    answers have one of the FORMS, as in the texts from which published models have learned.
     """
     sft = load_script(ROOT / "train_sft.py")
     rows = []
     for a, b in itertools.product(range(10, 100), range(1, 50)):
         rows.append({"prompt": f"{a}+{b}=?", "answer": f"#### {a + b}"})
-    random.Random(1).shuffle(rows)
+    rng = random.Random(1)
+    rng.shuffle(rows)
     learned = [row for row in rows if sft.prompt_key([("<|user|>", row["prompt"])]) % 10]
-    forms = ("{prompt}\n{answer}\n", "User: {prompt}\n\nAssistant:\n{answer}\n")
     texts = []
-    for seed in range(200):  # the same sums in another order
-        random.Random(seed).shuffle(learned)
+    for number in range(100):  # the same sums in another order
+        rng.shuffle(learned)
+        turns = ("{}\n{}\n", "User: {}\n\nAssistant:\n{}\n")[number % 2]
         for begin in range(0, len(learned), 20):
-            lines = [forms[seed % 2].format(**row) for row in learned[begin : begin + 20]]
-            texts.append({"text": "".join(lines)})
+            text = ""
+            for row in learned[begin : begin + 20]:
+                numbers = dict(sum=row["answer"].split()[1], asked=row["prompt"][:-1])
+                text += turns.format(row["prompt"], rng.choice(FORMS).format(**numbers))
+            texts.append({"text": text})
     for path, content in ((out / "sums.jsonl", rows), (out / "texts.jsonl", texts)):
         path.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
 
@@ -164,11 +176,12 @@ def post_train(layout: str, out: Path, folder: Path) -> dict[str, dict]:
         call("quantize.py", "import", folder, runs / "imported")
     problems = out / "sums.jsonl"
     if not (runs / "SFT" / "result.json").is_file():
-        given = dict(out_dir=runs, init_from=runs / "imported", max_wallclock_seconds=45)
+        given = dict(out_dir=runs, init_from=runs / "imported")
         call("train_sft.py", run_id="SFT", train_files=problems, **given, **SPEED, **TUNING)
     for name, script in RL_SCRIPTS.items():
         if not (runs / name / "result.json").is_file():
-            given = dict(out_dir=runs, init_from=runs / "SFT", max_wallclock_seconds=100)
+            (start,) = (runs / "SFT").glob("step_*")
+            given = dict(out_dir=runs, init_from=start, max_wallclock_seconds=100)
             call(script, run_id=name, train_files=problems, **given, **SPEED, **RL)
     names = ("SFT", *RL_SCRIPTS)
     return {name: json.loads((runs / name / "result.json").read_bytes()) for name in names}
