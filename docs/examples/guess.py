@@ -7,7 +7,7 @@ answer ends the game. With MAX_TURNS=4, who takes the middle of each range wins 
 
 import random
 
-HIGHEST = 15
+HIGHEST = 7
 
 
 class Guess:

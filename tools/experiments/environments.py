@@ -172,7 +172,8 @@ def measures(name: str, games: dict[str, list[float]]) -> dict[str, list[float]]
         # A game that is not won counts as one guess more than there are numbers.
         guess = load_script(EXAMPLES / "guess.py")
         pairs = zip(rewards, games["answers"], strict=True)
-        found["guesses"] = [count if reward else guess.HIGHEST + 1.0 for reward, count in pairs]
+        counts = [count if reward else guess.HIGHEST + 1.0 for reward, count in pairs]
+        found = {"right in 4": [float(count <= 4) for count in counts], "guesses": counts}
     return found
 
 
