@@ -268,17 +268,17 @@ def example(name):
 def test_guess_the_number():
     guess = example("guess")
     game = guess.Guess()
-    assert game.reset(1007) == "7: 1-15"
-    game.number = 6
-    assert game.step("x") == game.step("16") == game.step("") == ("", 0.0, True)
-    assert game.step(" 4 ") == ("5-15", 0.0, False)
-    assert game.step("4") == ("", 0.0, True)  # it is out of the range that is left
-    assert game.step("9") == ("5-8", 0.0, False)
-    assert game.step("6") == ("", 1.0, True)
-    counts = [guess.bisection(number) for number in range(1, 16)]
-    assert sorted(counts) == [1] + 2 * [2] + 4 * [3] + 8 * [4]
+    assert game.reset(1007) == "7: 1-7"
+    game.number = 3
+    assert game.step("x") == game.step("8") == game.step("") == ("", 0.0, True)
+    assert game.step(" 2 ") == ("3-7", 0.0, False)
+    assert game.step("2") == ("", 0.0, True)  # it is out of the range that is left
+    assert game.step("5") == ("3-4", 0.0, False)
+    assert game.step("3") == ("", 1.0, True)
+    counts = [guess.bisection(number) for number in range(1, 8)]
+    assert sorted(counts) == [1] + 2 * [2] + 4 * [3]
     numbers = {guess.Guess.reset(game, seed) and game.number for seed in range(500)}
-    assert numbers == set(range(1, 16))
+    assert numbers == set(range(1, 8))
 
 
 def test_tic_tac_toe():

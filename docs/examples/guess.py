@@ -1,8 +1,8 @@
 """An environment for ENVIRONMENT=docs/examples/guess.py:Guess: guess a number by hints.
 
 The prompt says the number of the game and the range. An answer is a number of the range, to which the
-environment says the range that is left, `9-15`. The reward is 1 for the right number. Any other
-answer ends the game. With MAX_TURNS=4, who takes the middle of each range wins always.
+environment says the range that is left, `5-7`. The reward is 1 for the right number. Any other
+answer ends the game. With MAX_TURNS=3, who takes the middle of each range wins always.
 """
 
 import random

@@ -48,18 +48,10 @@ class Game:
 
 GAMES = {
     "tictactoe": Game("tictactoe.py:Random", 150, {}),
-    # The rewards of guesses are mostly luck: small steps of many games, and near the legal start.
     "guess": Game(
         "guess.py:Guess",
         150,
-        dict(
-            max_turns=4,
-            discount=0.9,
-            prompts_per_step=32,
-            max_new_tokens=60,
-            learning_rate=0.0003,
-            kl_beta=0.05,
-        ),
+        dict(max_turns=3, discount=0.9, max_new_tokens=50, kl_beta=0.02),
     ),
     "calculator": Game(
         "calculator.py:Calculator",
@@ -173,7 +165,7 @@ def measures(name: str, games: dict[str, list[float]]) -> dict[str, list[float]]
         guess = load_script(EXAMPLES / "guess.py")
         pairs = zip(rewards, games["answers"], strict=True)
         counts = [count if reward else guess.HIGHEST + 1.0 for reward, count in pairs]
-        found = {"right in 4": [float(count <= 4) for count in counts], "guesses": counts}
+        found = {"right in 3": [float(count <= 3) for count in counts], "guesses": counts}
     return found
 
 
