@@ -3,16 +3,17 @@
     python tools/experiments/environments.py [--games tictactoe guess calculator] [--seeds 3] [--jobs 2]
         [--arms rewards coin] [--set NAME=VALUE ...] [--out runs/environments] [--write docs/lab/FILE.json]
 
-For each game and seed train_sft.py makes the start from random legal moves, and train_grpo.py goes on
-from it by configs/environment.env and the settings in GAMES. The arms:
+For each game and seed train_sft.py makes the start from docs/examples/conversations.py, and
+train_grpo.py goes on from it by configs/environment.env and the settings in GAMES. The arms:
 
 - rewards: the environment as it is
-- coin: the control. The last reward of a conversation is a coin's
+- coin: the control. The reward is a coin's, whatever the policy does
 - NoTool: of the calculator, the environment that computes nothing
 
 Every policy then plays the same held-out games greedily: those of arms "rewards" and "coin" in the
-environment as it is. Runs have one thread, and --jobs of them run side by side. A run that has ended
-is not repeated. Gains are paired by game, over all seeds, with 95% intervals.
+environment as it is, and these games choose no weights. Runs have one thread, and --jobs of them run
+side by side. A run that has ended is not repeated. Gains are paired by game. A game counts by its
+mean over the seeds, and the 95% intervals are over games: what the seeds differ by stands beside.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from common import ROOT, inherited_environment, load_script, markdown_table, par
 
 EXAMPLES = ROOT / "docs" / "examples"
 CONFIG = ROOT / "configs" / "environment.env"
-HELD_OUT_GAMES = 400
+GAMES_PLAYED = 400
+FIRST_GAME = (1 << 30) + (1 << 20)  # its seed, far behind those that choose between averages
 
 
 @dataclass
@@ -69,12 +71,16 @@ Environment = runpy.run_path({path!r})[{name!r}]
 
 class Coin(Environment):
     def reset(self, seed):
-        self.coin = random.SystemRandom()
+        # Not by the seed, which the samples of a group share. It is paid with the first answer, so
+        # that nothing which the policy does changes the reward.
+        self.coin = float(random.SystemRandom().random() < 0.5)
         return super().reset(seed)
 
     def step(self, text):
         said, _, done = super().step(text)
-        return said, done * float(self.coin.random() < 0.5), done
+        paid = self.coin
+        self.coin = 0.0
+        return said, paid, done
 """
 
 
@@ -114,6 +120,7 @@ def train(name: str, arm: str, seed: int, changes: dict, out: Path) -> None:
     """Train the policy of an arm."""
     folder = f"{name}_{arm}_{seed}"
     if (out / folder / "result.json").is_file():
+        print(f"{folder}: has ended before", flush=True)
         return
     settings = dict(
         config=CONFIG,
@@ -128,7 +135,7 @@ def train(name: str, arm: str, seed: int, changes: dict, out: Path) -> None:
 
 
 def play(name: str, arm: str, folder: Path, out: Path) -> dict[str, list[float]]:
-    """Return rewards, answers and ends of the held-out games of a run's policy, played greedily."""
+    """Return reward and number of answers of each game that a run's policy plays, greedily."""
     script = load_script(ROOT / "train_grpo.py")
     game = GAMES[name]
     network, tokenizer, _ = script.load_model("INIT_FROM", str(folder))
@@ -136,9 +143,8 @@ def play(name: str, arm: str, folder: Path, out: Path) -> dict[str, list[float]]
     trainer = script.GRPOTrainer(network, tokenizer, settings)
     rules = arm if arm == "NoTool" else "rewards"
     trainer.environment = script.load_environment(environment_of(game, rules, out))
-    first = script.HELD_OUT_SEED
-    queries = [script.Seed(seed) for seed in range(first, first + HELD_OUT_GAMES)]
-    seeds = [(0, number) for number in range(HELD_OUT_GAMES)]
+    queries = [script.Seed(FIRST_GAME + number) for number in range(GAMES_PLAYED)]
+    seeds = [(0, number) for number in range(GAMES_PLAYED)]
     answers = trainer.sample(queries, 1, 0.0, seeds)
     episodes = [answer.query for answer in answers]
     return {
@@ -173,12 +179,16 @@ def bisection_mean() -> float:
     """Return how many guesses bisection takes in the held-out games, on average."""
     guess = load_script(EXAMPLES / "guess.py")
     game = guess.Guess()
-    first = load_script(ROOT / "train_grpo.py").HELD_OUT_SEED
     counts = []
-    for seed in range(first, first + HELD_OUT_GAMES):
-        game.reset(seed)
+    for number in range(GAMES_PLAYED):
+        game.reset(FIRST_GAME + number)
         counts.append(guess.bisection(game.number))
     return statistics.fmean(counts)
+
+
+def means_of(games: list[list[float]]) -> list[float]:
+    """Return the mean over the seeds of each game."""
+    return [statistics.fmean(values) for values in zip(*games, strict=True)]
 
 
 def compare(name: str, arm: str, seeds: range, out: Path) -> tuple[list[list], dict]:
@@ -203,8 +213,8 @@ def compare(name: str, arm: str, seeds: range, out: Path) -> tuple[list[list], d
         results[f"{name} {arm} {seed}"] = facts
     rows = []
     for measure in before:
-        old = sum(before[measure], [])
-        new = sum(after[measure], [])
+        old = means_of(before[measure])
+        new = means_of(after[measure])
         gain = [b - a for a, b in zip(old, new, strict=True)]
         by_seed = " ".join(f"{statistics.fmean(values):.3f}" for values in after[measure])
         cells = [interval(old), interval(new), interval(gain), by_seed]
