@@ -3740,7 +3740,7 @@ IDENTITY = (
     "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
 ).split()
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
-FEWEST_CHANGES = 1e-3  # share of the artifact's codes; below it rounding has undone the training
+MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
 
 
 @dataclass
@@ -3775,21 +3775,21 @@ def prompts_unit(settings, ranks):
 
 
 def deal(costs, ranks, unit):
-    """Return the places of queries that each rank answers, so that all end at about the same time.
+    """Return for each rank the numbers of the queries that it answers.
 
-    costs: of each query. Of each `unit` of queries, a mini-batch of all ranks, every rank gets as
-    many as the others: of the costliest that are left, the rank with the least so far takes the
-    first.
+    costs: of each query. Every mini-batch, `unit` queries in a row, is split evenly: its queries go
+    out in order of falling cost, one to each rank, and the costliest of them to the rank that has
+    the least so far.
     """
     shares = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for start in range(0, len(costs), unit):
-        order = sorted(range(start, start + unit), key=lambda place: -costs[place])
-        for at in range(0, unit, ranks):
+        order = sorted(range(start, start + unit), key=lambda number: -costs[number])
+        for first in range(0, unit, ranks):
             lightest = sorted(range(ranks), key=loads.__getitem__)
-            for rank, place in zip(lightest, order[at : at + ranks], strict=True):
-                shares[rank].append(place)
-                loads[rank] += costs[place]
+            for rank, number in zip(lightest, order[first : first + ranks], strict=True):
+                shares[rank].append(number)
+                loads[rank] += costs[number]
     return [sorted(share) for share in shares]
 
 
@@ -3976,9 +3976,9 @@ class PolicyTrainer:
         return answers
 
     def cost(self, query):
-        """Return how long an answer to a query is likely to take: characters to read and to write."""
+        """Return how much there is to read and to write for a query, in characters."""
         answer = query.get("answer", "") if isinstance(query, dict) else ""
-        return len(prompt_of(query)) + len(answer)
+        return len(prompt_of(query)) + len(str(answer))
 
     def sample_share(self, queries, step):
         """Return GROUP_SIZE Answers to each query of this rank's share of a step's queries."""
@@ -4030,7 +4030,7 @@ class PolicyTrainer:
             "length": mean[2],
             "finished": mean[3],
             "gen_tok_s": count * mean[2] / (time.perf_counter() - begin),
-            "idle": 1 - seconds.mean() / seconds.max(),  # of all ranks' time of sampling
+            "idle": 1 - seconds.mean() / seconds.max(),
         }
         return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
 
@@ -4223,49 +4223,55 @@ def choose_weights(trainer, averages, exam, problems, log):
     return chosen
 
 
-def pack_policy(run, trainer):
-    """Write model.upar, the policy alone; return its bytes."""
+def changed_share(source, coded, table):
+    """Return the share of an artifact's codes that differ from those of the start in file `source`.
+
+    A start that was read from an artifact lies on the quantizer's steps, and a weight that moves by
+    less than half a step is rounded back. Training may then show a gain that the artifact does not
+    have. Raises UserError if the file is no longer there.
+    """
+    start, _, _ = load_model("INIT_FROM", source)
+    before = quantize_all(merge_lora(start).state_dict(), table)
+    changed = 0
+    count = 0
+    for name, part in coded.items():
+        changed += (part.codes.cpu() != before[name].codes).sum().item()
+        count += part.codes.numel()
+    return changed / count
+
+
+def pack_policy(run, trainer, source):
+    """Write model.upar, the policy alone; return its bytes. source: file of the start."""
     network = trainer.network
     merge_lora(network)
     tensors = network.state_dict()
     tensors.pop("w_value", None)  # a critic's
     tokenizer = trainer.tokenizer
+    coded = quantize_all(tensors, trainer.table)
     content = pack_artifact(
         tensors,
-        quantize_all(tensors, trainer.table),
+        coded,
         settings=asdict(network.config),
         tokenizer_sha256=tokenizer.sha256,
         meta={"seed": run.settings.seed, "tokenizer": tokenizer.file},
     )
     run.clock.stop()
     run.write_artifact(content)
+    if run.runtime.rank == 0:
+        try:
+            share = changed_share(source, coded, trainer.table)
+        except UserError as error:  # another run may have deleted a checkpoint of its own
+            run.log(f"packing: changed codes are not counted; {error}")
+            return content
+        run.log(f"packing: {share:.2%} of the codes differ from those of the start")
+        if share < MIN_CHANGED_SHARE:
+            run.event("few_codes_changed", share=share)
     return content
-
-
-def count_changes(run, network, table):
-    """Return the share of a network's codes that the start's weights do not have.
-
-    A start that was read from an artifact lies on the quantizer's steps, and a weight that moves
-    by less than half a step is rounded back. Then a run may gain in training and nothing after it.
-    """
-    start, _, _ = load_model("INIT_FROM", run.settings.init_from)
-    merge_lora(start)
-    before = quantize_all(start.state_dict(), table)
-    changed = 0
-    count = 0
-    for name, coded in quantize_all(network.state_dict(), table).items():
-        changed += (coded.codes != before[name].codes).sum().item()
-        count += coded.codes.numel()
-    run.log(f"packing: {changed:,} of {count:,} codes are not those of the start")
-    if changed < FEWEST_CHANGES * count:
-        run.event("training_was_rounded_away", changed_codes=changed)
-    return changed / count
 
 
 def score_artifact(run, trainer, exam):
     """Score the policy that the artifact file alone gives back; return all scores for result.json."""
     trainer.network, _, _ = load_model("ARTIFACT", str(run.folder / "model.upar"))
-    changed = count_changes(run, trainer.network, trainer.table)
     trainer.network.to(run.runtime.device)
     trainer.qat = False
     after = exam.scores(trainer)
@@ -4276,7 +4282,7 @@ def score_artifact(run, trainer, exam):
     }
     run.log.metrics(run.step, held_out_metrics(scores["after"]))
     run.log(score_table(scores, scores["gain"], ".3f"))
-    return {**scores, "changed_codes": changed}
+    return scores
 
 
 # === end: policy ===
@@ -4646,7 +4652,7 @@ def main():
             raise UserError(
                 f"REWARD={settings.reward!r}: in each of the first {FIRST_STEPS} steps all samples "
                 f"have one reward (mean {metrics['reward']:.3f}), so nothing can be learned; needs "
-                "another INIT_FROM or easier TRAIN_FILES"
+                "another INIT_FROM, or easier problems"
             )
 
     clock.stop()
@@ -4659,7 +4665,7 @@ def main():
     # Choosing the weights and packing them are on the clock, too.
     clock.start()
     chosen = choose_weights(trainer, averages, exam, choice, run.log)
-    content = pack_policy(run, trainer)
+    content = pack_policy(run, trainer, source)
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "init_from": source,

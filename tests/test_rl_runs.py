@@ -378,25 +378,30 @@ def test_ten_steps_without_any_reward_end_the_run(place, script):
         assert {step["grad_norm"] for step in place.steps(out)} == {0.0}
 
 
-def test_training_that_rounding_undoes_is_reported(place, grpo):
-    """From an artifact, whose weights lie on the quantizer's steps. Counted here by the artifacts."""
+def share_of_changes(log):
+    return float(re.search(r"^packing: ([\d.]+)% of the codes differ", log, re.M)[1]) / 100
+
+
+def test_codes_that_training_has_changed_are_counted(place, grpo):
+    """From an artifact, whose weights lie on the quantizer's steps. The codes are those that the
+    artifacts store. Few changes are an event; a start that is gone is said to be.
+    """
     out = "rounded away"
-    place.run(out, **{**SHORT, "ITERATIONS": 1, "LEARNING_RATE": 1e-7, "EVAL_PROMPTS": 2})
-    assert place.result(out)["changed_codes"] == 0
-    assert place.result(out)["events"][-1] == {
-        "event": "training_was_rounded_away",
-        "changed_codes": 0,
-    }
+    few = {**SHORT, "ITERATIONS": 1, "LEARNING_RATE": 1e-7, "EVAL_PROMPTS": 2}
+    place.run(out, **few)
+    assert share_of_changes(place.log(out)) == 0
+    assert place.result(out)["events"][-1] == {"event": "few_codes_changed", "share": 0}
     files = [place.tiny["INIT_FROM"] / "model.upar", place.of("train_grpo") / "model.upar"]
-    start, end = (G.read_artifact(file)[1] for file in files)
-    settings = G.Settings(**place.result("train_grpo")["settings"])
-    coded = [G.quantize_all(one, G.quant_table(settings)) for one in (start, end)]
-    names = coded[1].keys()
-    codes = [torch.cat([one[name].codes.flatten() for name in names]) for one in coded]
+    start, end = (G.read_artifact(file)[2] for file in files)
+    codes = [torch.cat([one[name].codes.flatten() for name in end]) for one in (start, end)]
     share = (codes[0] != codes[1]).double().mean().item()
-    result = place.result("train_grpo")
-    assert result["changed_codes"] == pytest.approx(share) and share > 0.01
-    assert not any(event["event"] == "training_was_rounded_away" for event in result["events"])
+    assert share_of_changes(place.log("train_grpo")) == pytest.approx(share, abs=6e-5)
+    assert share > 0.01
+    events = {event["event"] for event in place.result("train_grpo")["events"]}
+    assert "few_codes_changed" not in events
+    gone = "def changed_share(*_): raise T.UserError('INIT_FROM: gone')\nT.changed_share = changed_share\n"
+    place.run("gone", gone, **few)
+    assert "packing: changed codes are not counted; INIT_FROM: gone" in place.log("gone")
 
 
 LONG = [{"prompt": f"{i}", "answer": "x"} for i in range(90)]

@@ -3,8 +3,8 @@
     python docs/examples/conversations.py guess data/guess.jsonl
 
 The names are guess, tictactoe, calculator, countdown and zebra. Guesses and moves are random and
-legal. Of the products half have a call of the tool, every second one with other numbers, and half
-have the result by itself. The rows of countdown and zebra are right answers: a user's turn and an
+legal. Half of the products have a call of the tool, half of these with wrong numbers; the other half
+have the result. The rows of countdown and zebra are right answers: a user's turn and an
 assistant's turn.
 """
 

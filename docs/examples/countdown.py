@@ -27,10 +27,12 @@ def expression_value(text):
 
 
 def draw_problem(rng):
-    """Return a prompt and one of its right answers; is_right takes the others too."""
+    """Return a prompt and one of its right answers; is_right accepts the others too."""
     target = None
     while target not in range(1, 100):
-        numbers = sorted(rng.randint(1, 20) for _ in range(3))  # sorted: one prompt a problem
+        numbers = sorted(
+            rng.randint(1, 20) for _ in range(3)
+        )  # sorted, so that a problem has one prompt
         a, b, c = rng.sample(numbers, 3)
         p, q = rng.choices("+-*/", k=2)
         answer = rng.choice((f"({a}{p}{b}){q}{c}", f"{a}{p}({b}{q}{c})"))
@@ -54,5 +56,5 @@ class Countdown:
         return self.prompt
 
     def step(self, text):
-        """Return the reward of an expression, and that it is over."""
+        """Return the reward of an expression, and that the conversation is over."""
         return "", float(is_right(self.prompt, text)), True

@@ -2,7 +2,8 @@
 
 The prompt says the number of the game and the range. An answer is a number of the range, to which the
 environment says the range that is left, `5-7`. The reward is 1 for the right number. Any other
-answer ends the game. With MAX_TURNS=3, who takes the middle of each range wins always.
+answer ends the game. A player that always guesses the middle of the range needs three guesses at
+most: MAX_TURNS=3.
 """
 
 import random

@@ -1,8 +1,9 @@
 """An environment of one turn for ENVIRONMENT=docs/examples/zebra.py:Zebra: a puzzle of three houses.
 
-The prompt has clues on who lives with which pet (and drink) in houses 1 to 3:
-`Ann<dog, Bob~cat, Cid=2`: = same house, < left of, > right of, ~ beside. They leave one solution. The
-answer goes house by house: `Ann eel, Cid cat, Bob dog`. The reward is 1 for the solution, else 0.
+The prompt has clues on who lives with which pet (and drink) in houses 1 to 3. In
+`Ann<dog, Bob~cat, Cid=2`, = means the same house, < left of, > right of, and ~ beside. The clues
+leave one solution. The answer goes house by house: `Ann eel, Cid cat, Bob dog`. The reward is 1 for
+the solution, else 0.
 """
 
 import itertools

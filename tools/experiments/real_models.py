@@ -4,7 +4,7 @@
 
 For each layout: a tokenizer of its kind is trained, train_gpt.py trains a network of its preset on
 sums (120 s), and `quantize.py export` and the tokenizer's files make the folder of a published
-model. It knows the sums, and says them in four forms. From there a user goes on: import, ten steps
+model. It knows the sums, and writes answers in four forms. From there a user goes on: import, ten steps
 of supervised fine-tuning, GRPO and GSPO (100 s each) with the strict reward of GSM8K, export in the
 form of the original. The last step compares greedy answers with those of transformers. A run that
 has ended is not repeated.
@@ -47,8 +47,7 @@ FORMS = ("{sum}", "It is {sum}.", "{asked}{sum}", "#### {sum}")
 SHAPE = dict(model_dim=64, num_heads=4, num_layers=4, train_seq_len=128)
 SPEED = dict(save_every=0, val_loss_every=0)
 PRETRAINING = dict(train_batch_tokens=2048, qat=0, eval_stride=0, holdout_tokens=8192)
-# The start has just begun to learn which form is wanted. Its checkpoints are not rounded, and the
-# changes that reinforcement learning makes would be lost in coarse codes.
+# The start has just begun to learn which form is wanted.
 TUNING = dict(
     iterations=10,
     max_wallclock_seconds=0,
@@ -59,6 +58,8 @@ TUNING = dict(
     train_batch_tokens=2048,
     train_seq_len=128,
 )
+# It goes on from a checkpoint, whose weights are not rounded, and is packed in fine codes: coarse ones
+# would lose the small changes of reinforcement learning.
 RL = dict(
     qat=0,
     matrix_bits=8,
@@ -70,7 +71,7 @@ RL = dict(
     reward=f"{PROBLEMS}:gsm8k_strict",
 )
 RL_SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py"}
-CHECKED = 50  # held-out problems whose greedy answers are compared with those of transformers
+CHECKED = 50  # problems whose greedy answers are compared with those of transformers
 
 
 def call(*words, **settings) -> None:
