@@ -3282,6 +3282,14 @@ class Sample:
             self.finished = not self.given
         return token
 
+    def listen(self, count):
+        """Go on by the next `count` ids of a reply; return them."""
+        heard = self.given[:count]
+        self.given = self.given[count:]
+        self.ids += heard
+        self.logps += [None] * len(heard)
+        return heard
+
 
 def gdn_step(q, k, v, g, beta, state):
     """Return Gated DeltaNet's output o and the next state for one token: the formula of gdn_chunk.
@@ -3407,10 +3415,13 @@ class Decoder:
         return self.network.logits(self.network.features(ids, self)[:, -1])
 
     def __call__(self, ids):
-        """Go on with ids (R,), a token in each row."""
-        ids = ids[:, None]
-        if self.used == self.kept["ids"].size(1):
+        """Go on with ids (R,), a token in each row, or (R, T)."""
+        ids = ids.view(len(ids), -1)
+        while self.used + ids.size(1) > self.kept["ids"].size(1):
             self.grow()
+        if ids.size(1) > 1:
+            self.logits = self.read(ids)
+            return
         if self.graph:
             self.ids.copy_(ids)
             self.graph.replay()
@@ -3466,19 +3477,27 @@ def generate(
         live = [Sample(next(next_reply)) for _ in draws]  # those that the decoder goes on with
         samples += live
         picks = None
-        for step in range(max_new_tokens):
+        step = 0
+        while step < max_new_tokens:
             if step:
                 decoder(picks)
             picks, logps = draw(decoder.logits, temperature, draws[:, step], truncate)
+            step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
                 if not live[row].finished:
                     tokens[row] = live[row].take(tokens[row], logp, stop)
-            if replies:
-                picks = torch.tensor(tokens, device=picks.device)
             running = [row for row, sample in enumerate(live) if not sample.finished]
             if not running:
                 break
+            if replies:
+                # What all texts are told is read at once, not token by token.
+                told = min(len(live[row].given) for row in running)
+                told = min(told, max_new_tokens - step)
+                step += told
+                pairs = zip(tokens, live, strict=True)
+                heard = [torch.tensor([token, *sample.listen(told)]) for token, sample in pairs]
+                picks = pad_sequence(heard, True).to(picks.device)  # finished texts hear nothing
             if 1 < len(running) < 0.8 * len(live):  # a step of one row would be compiled anew
                 live = [live[row] for row in running]
                 decoder.take(running)

@@ -53,10 +53,26 @@ def seeds_of(M, count):
 
 
 @both
-def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(M):
-    """Of each token that the policy drew, by a whole forward pass without a cache, over all turns."""
+@pytest.mark.parametrize("every", [6, 1])
+def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(
+    M, every, monkeypatch
+):
+    """Of each token that the policy drew, by a whole forward pass without a cache, over all turns.
+
+    If each token ends an answer (every=1), all texts hear the environment at once.
+    """
     own = trainer(M, Counting)
+    own.stop = frozenset(range(0, 264, every))
+    read = M.Decoder.read
+    lengths = []
+    monkeypatch.setattr(
+        M.Decoder, "read", lambda self, ids: lengths.append(ids.size(1)) or read(self, ids)
+    )
     answers = own.sample_share(seeds_of(M, 3), 0)
+    if every == 1:
+        # The prompt, then an answer of one token and what is said to it: three times, then the end.
+        said = len(M.observation_ids(BYTES, "<1>"))
+        assert lengths[1:] == [1 + said] * 3
     assert len(answers) == 12
     counts = set()
     for answer in answers:

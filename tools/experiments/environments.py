@@ -53,12 +53,19 @@ GAMES = {
     "guess": Game(
         "guess.py:Guess",
         150,
-        dict(max_turns=3, discount=0.9, max_new_tokens=50, kl_beta=0.02),
+        dict(
+            max_turns=3,
+            discount=0.9,
+            max_new_tokens=50,
+            learning_rate=0.0005,
+            mini_batches=2,
+            kl_beta=0.02,
+        ),
     ),
     "calculator": Game(
         "calculator.py:Calculator",
         600,
-        dict(max_turns=2, max_new_tokens=60, learning_rate=0.0003),
+        dict(max_turns=2, max_new_tokens=60, learning_rate=0.0003, mini_batches=2, kl_beta=0.0),
         max_turns=2,
         arms=("rewards", "coin", "NoTool"),
     ),
