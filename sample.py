@@ -2328,9 +2328,7 @@ class Sample:
     def take(self, token, logp, stop):
         """Go on by a drawn token, or by the next one of a reply; return it."""
         if self.given:
-            self.ids.append(self.given.pop(0))
-            self.logps.append(None)
-            return self.ids[-1]
+            return self.listen(1)[0]
         self.ids.append(token)
         self.logps.append(logp)
         if token in stop:

@@ -153,6 +153,19 @@ def run_script(
     return timed_result(folder)
 
 
+def call_script(*words, quiet: bool = False, **settings) -> None:
+    """Run a Python script of the repository with settings. A fault ends the caller.
+
+    words: the script and its arguments. quiet: what it prints is not shown.
+    """
+    given = {name.upper(): str(value) for name, value in settings.items()}
+    command = [sys.executable, *map(str, words)]
+    print(*command, given, flush=True)
+    output = subprocess.DEVNULL if quiet else None
+    environ = inherited_environment() | given
+    subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=output)
+
+
 def start_run(
     script: Path, folder: Path, config: str, settings: dict[str, str], threads: int
 ) -> str:

@@ -17,9 +17,9 @@ mean over the seeds, and the 95% intervals are over games: what the seeds differ
 """
 
 import argparse
+import functools
 import json
 import statistics
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
-from common import ROOT, inherited_environment, load_script, markdown_table, parse_set
+from common import ROOT, call_script, load_script, markdown_table, parse_set
 
 EXAMPLES = ROOT / "docs" / "examples"
 CONFIG = ROOT / "configs" / "environment.env"
@@ -70,6 +70,7 @@ GAMES = {
         arms=("rewards", "coin", "NoTool"),
     ),
 }
+QUIETLY = dict(quiet=True, omp_num_threads=1)
 CONTROL = """import random
 import runpy
 
@@ -91,15 +92,6 @@ class Coin(Environment):
 """
 
 
-def call(script: str, *words: str, **settings) -> None:
-    """Run a script of the repository with one thread. A fault ends the experiment."""
-    given = {name.upper(): str(value) for name, value in settings.items()}
-    environ = inherited_environment() | {"OMP_NUM_THREADS": "1"} | given
-    command = [sys.executable, script, *words]
-    print(command, given, flush=True)
-    subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
-
-
 def environment_of(game: Game, arm: str, out: Path) -> str:
     """Return the setting ENVIRONMENT of an arm."""
     file, _, name = game.environment.partition(":")
@@ -113,14 +105,15 @@ def environment_of(game: Game, arm: str, out: Path) -> str:
 
 
 def make_start(name: str, seed: int, out: Path) -> None:
-    """Train the start of a game's policies by supervised fine-tuning on random legal moves."""
+    """Train the start of a game's policies by supervised fine-tuning."""
     folder = f"{name}_start_{seed}"
     if (out / folder / "result.json").is_file():
         return
     steps = GAMES[name].start_steps
     rows = out / f"{name}.jsonl"
     given = dict(iterations=steps, max_wallclock_seconds=0, seed=seed, save_every=0)
-    call("train_sft.py", train_files=rows, out_dir=out, run_id=folder, **given)
+    files = dict(train_files=rows, out_dir=out, run_id=folder)
+    call_script("train_sft.py", **QUIETLY, **files, **given)
 
 
 def train(name: str, arm: str, seed: int, changes: dict, out: Path) -> None:
@@ -138,17 +131,20 @@ def train(name: str, arm: str, seed: int, changes: dict, out: Path) -> None:
         init_from=out / f"{name}_start_{seed}",
         environment=environment_of(GAMES[name], arm, out),
     )
-    call("train_grpo.py", **settings | GAMES[name].settings | changes)
+    call_script("train_grpo.py", **QUIETLY, **settings | GAMES[name].settings | changes)
 
 
-def play(name: str, arm: str, folder: Path, out: Path) -> dict[str, list[float]]:
-    """Return reward and number of answers of each game that a run's policy plays, greedily."""
+@functools.cache  # the arms of a game have the same starts
+def play(name: str, rules: str, folder: Path, out: Path) -> dict[str, list[float]]:
+    """Return reward and number of answers of each game that a run's policy plays, greedily.
+
+    rules: the arm whose environment answers.
+    """
     script = load_script(ROOT / "train_grpo.py")
     game = GAMES[name]
     network, tokenizer, _ = script.load_model("INIT_FROM", str(folder))
     settings = script.Settings(max_turns=game.max_turns, max_new_tokens=200)
     trainer = script.GRPOTrainer(network, tokenizer, settings)
-    rules = arm if arm == "NoTool" else "rewards"
     trainer.environment = script.load_environment(environment_of(game, rules, out))
     queries = [script.Seed(FIRST_GAME + number) for number in range(GAMES_PLAYED)]
     seeds = [(0, number) for number in range(GAMES_PLAYED)]
@@ -200,6 +196,7 @@ def means_of(games: list[list[float]]) -> list[float]:
 
 def compare(name: str, arm: str, seeds: range, out: Path) -> tuple[list[list], dict]:
     """Return the rows of the table on an arm, and its results by game, arm and seed."""
+    rules = arm if arm == "NoTool" else "rewards"
     before = {}  # measure -> a list for each seed
     after = {}
     results = {}
@@ -208,8 +205,8 @@ def compare(name: str, arm: str, seeds: range, out: Path) -> tuple[list[list], d
         run = out / f"{name}_{arm}_{seed}"
         result = json.loads((run / "result.json").read_bytes())
         steps.append(str(result["steps"]))
-        start = measures(name, play(name, arm, out / f"{name}_start_{seed}", out))
-        end = measures(name, play(name, arm, run, out))
+        start = measures(name, play(name, rules, out / f"{name}_start_{seed}", out))
+        end = measures(name, play(name, rules, run, out))
         kept = ("settings", "steps", "train_seconds", "hardware", "versions", "commit")
         facts = {key: result[key] for key in kept}
         for found, games, key in ((before, start, "before"), (after, end, "after")):
@@ -249,26 +246,25 @@ def main() -> None:
     seeds = range(1, args.seeds + 1)
     changes = {name.lower(): value for name, value in args.set}
     for name in args.games:
-        call("docs/examples/conversations.py", name, str(out / f"{name}.jsonl"))
+        rows = out / f"{name}.jsonl"
+        call_script("docs/examples/conversations.py", name, rows, **QUIETLY)
     starts = []
-    runs = []
+    arms = []  # (name of a game, arm)
     for name in args.games:
         starts += [(name, seed, out) for seed in seeds]
-        for arm in GAMES[name].arms:
-            if arm in args.arms:
-                runs += [(name, arm, seed, changes, out) for seed in seeds]
+        arms += [(name, arm) for arm in GAMES[name].arms if arm in args.arms]
+    runs = []
+    for name, arm in arms:
+        runs += [(name, arm, seed, changes, out) for seed in seeds]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda given: make_start(*given), starts))
         list(pool.map(lambda given: train(*given), runs))
     rows = [["game", "measure", "arm", "start", "after", "gain", "after, by seed", "steps"]]
     results = {}
-    for name in args.games:
-        for arm in GAMES[name].arms:
-            if arm not in args.arms:
-                continue
-            new_rows, new_results = compare(name, arm, seeds, out)
-            rows += new_rows
-            results |= new_results
+    for name, arm in arms:
+        new_rows, new_results = compare(name, arm, seeds, out)
+        rows += new_rows
+        results |= new_results
     print(markdown_table(rows))
     print(f"guess: bisection takes {bisection_mean():.3f} guesses")
     if args.write:

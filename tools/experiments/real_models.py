@@ -17,13 +17,12 @@ import itertools
 import json
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
-from common import ROOT, inherited_environment, load_script, markdown_table
+from common import ROOT, call_script, load_script, markdown_table
 
 PROBLEMS = "data/tasks.py"
 LAYOUTS = {
@@ -72,16 +71,6 @@ RL = dict(
 )
 RL_SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py"}
 CHECKED = 50  # problems whose greedy answers are compared with those of transformers
-
-
-def call(*words, **settings) -> None:
-    """Run a Python script of the repository with settings. A fault ends the experiment."""
-    environ = inherited_environment() | {
-        name.upper(): str(value) for name, value in settings.items()
-    }
-    command = [sys.executable, *map(str, words)]
-    print(*command, flush=True)
-    subprocess.run(command, cwd=ROOT, env=environ, check=True)
 
 
 def write_problems(out: Path) -> None:
@@ -159,12 +148,12 @@ def publish(layout: str, out: Path) -> Path:
     shards = out / layout / "shards"
     if not shards.is_dir():
         words = ("--tokenizer", ranks, "--name", "sums", "--out", shards)
-        call("data/prepare.py", out / "texts.jsonl", *words)
+        call_script("data/prepare.py", out / "texts.jsonl", *words)
     runs = dict(out_dir=out / layout, run_id="pretrained", max_wallclock_seconds=120)
-    call(
+    call_script(
         "train_gpt.py", arch_mode=layout, data_path=shards, **runs, **SHAPE, **SPEED, **PRETRAINING
     )
-    call("quantize.py", "export", out / layout / "pretrained", folder)
+    call_script("quantize.py", "export", out / layout / "pretrained", folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(files / name, folder)
     return folder
@@ -174,16 +163,16 @@ def post_train(layout: str, out: Path, folder: Path) -> dict[str, dict]:
     """Return the results of supervised fine-tuning, GRPO and GSPO by name."""
     runs = out / layout
     if not (runs / "imported").is_dir():
-        call("quantize.py", "import", folder, runs / "imported")
+        call_script("quantize.py", "import", folder, runs / "imported")
     problems = out / "sums.jsonl"
     if not (runs / "SFT" / "result.json").is_file():
         given = dict(out_dir=runs, init_from=runs / "imported")
-        call("train_sft.py", run_id="SFT", train_files=problems, **given, **SPEED, **TUNING)
+        call_script("train_sft.py", run_id="SFT", train_files=problems, **given, **SPEED, **TUNING)
     for name, script in RL_SCRIPTS.items():
         if not (runs / name / "result.json").is_file():
             (start,) = (runs / "SFT").glob("step_*")
             given = dict(out_dir=runs, init_from=start, max_wallclock_seconds=100)
-            call(script, run_id=name, train_files=problems, **given, **SPEED, **RL)
+            call_script(script, run_id=name, train_files=problems, **given, **SPEED, **RL)
     names = ("SFT", *RL_SCRIPTS)
     return {name: json.loads((runs / name / "result.json").read_bytes()) for name in names}
 
@@ -201,7 +190,7 @@ def equal_answers(layout: str, out: Path, name: str, folder: Path) -> dict[str, 
 
     exported = out / layout / f"{name}_exported"
     if not exported.is_dir():
-        call("quantize.py", "export", out / layout / name, exported, "--like", folder)
+        call_script("quantize.py", "export", out / layout / name, exported, "--like", folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
     script = load_script(ROOT / "train_grpo.py")
