@@ -2189,9 +2189,7 @@ class Clock(Saved):
 
     def __init__(self, settings, runtime, replay=()):
         self.iterations = len(replay) or settings.iterations or math.inf
-        self.limit = settings.max_wallclock_seconds or math.inf
-        if replay:
-            self.limit = math.inf
+        self.limit = math.inf if replay else settings.max_wallclock_seconds or math.inf
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
@@ -3203,8 +3201,9 @@ def make_tracker(settings, folder):
         if settings.tracker == "wandb":
             import wandb
 
-            config = asdict(settings)
-            wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+            wandb.init(
+                project="underpar", name=folder.name, dir=str(folder), config=asdict(settings)
+            )
             return wandb.log
         if settings.tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
@@ -3383,11 +3382,13 @@ class Run(Saved):
 
         A failure is an event if there is an older checkpoint, else an OSError.
         """
-        if self.saved_step != self.step and self.runtime.rank == 0:
-            training = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.saved_step == self.step:
+            return
+        # On all ranks, because those of a sharded run have to join their parts.
+        training = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.runtime.rank == 0:
             files = {"model": training.pop("network"), "training": training}
-            settings = asdict(self.settings)
-            meta = {"step": self.step, "settings": settings, "identity": self.identity}
+            meta = {"step": self.step, "settings": asdict(self.settings), "identity": self.identity}
             try:
                 save_checkpoint(self.folder, self.step, files, meta)
                 self.log(f"step:{self.step} saved")
@@ -3405,18 +3406,18 @@ class Run(Saved):
             before = meta["identity"].get(name)
             if before != value:
                 raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
-        place = self.runtime.device
-        states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
-        states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
+        # A rank of a sharded run keeps some rows of what is mapped into memory here.
+        place = "cpu" if getattr(self.settings, "shard", False) else self.runtime.device
+        read = functools.partial(torch.load, map_location=place, weights_only=True, mmap=True)
+        states = {**read(folder / "training.pt"), "network": read(folder / "model.pt")}
         for name, part in self.parts.items():
             if name in states:
                 part.load_state_dict(states[name])
         self.saved_step = self.step
-        before = meta["settings"]
         changed = {
             name: value
             for name, value in asdict(self.settings).items()
-            if value != before.get(name) and name not in ("resume", "run_id", "out_dir")
+            if value != meta["settings"].get(name) and name not in ("resume", "run_id", "out_dir")
         }
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
@@ -3691,13 +3692,10 @@ def main():
             averages[name] = Average(list(network.parameters()), memory)
 
     # run folder and log
-    identity = {
-        **asdict(config),
-        "manifest_sha256": data.manifest_sha256,
-        "data_shares": data.shares,
-    }
-    for name in ("seed", "train_batch_tokens", "holdout_tokens", "optimizer"):
-        identity[name] = getattr(settings, name)
+    names = "seed train_batch_tokens holdout_tokens optimizer".split()
+    identity = {name: getattr(settings, name) for name in names}
+    identity |= asdict(config)
+    identity |= {"manifest_sha256": data.manifest_sha256, "data_shares": data.shares}
     run = Run(settings, runtime, plan, clock, identity)
     checkpoint = run.open()
     log = run.log

@@ -2112,9 +2112,7 @@ class Clock(Saved):
 
     def __init__(self, settings, runtime, replay=()):
         self.iterations = len(replay) or settings.iterations or math.inf
-        self.limit = settings.max_wallclock_seconds or math.inf
-        if replay:
-            self.limit = math.inf
+        self.limit = math.inf if replay else settings.max_wallclock_seconds or math.inf
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
@@ -2955,8 +2953,9 @@ def make_tracker(settings, folder):
         if settings.tracker == "wandb":
             import wandb
 
-            config = asdict(settings)
-            wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+            wandb.init(
+                project="underpar", name=folder.name, dir=str(folder), config=asdict(settings)
+            )
             return wandb.log
         if settings.tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
@@ -3135,11 +3134,13 @@ class Run(Saved):
 
         A failure is an event if there is an older checkpoint, else an OSError.
         """
-        if self.saved_step != self.step and self.runtime.rank == 0:
-            training = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.saved_step == self.step:
+            return
+        # On all ranks, because those of a sharded run have to join their parts.
+        training = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.runtime.rank == 0:
             files = {"model": training.pop("network"), "training": training}
-            settings = asdict(self.settings)
-            meta = {"step": self.step, "settings": settings, "identity": self.identity}
+            meta = {"step": self.step, "settings": asdict(self.settings), "identity": self.identity}
             try:
                 save_checkpoint(self.folder, self.step, files, meta)
                 self.log(f"step:{self.step} saved")
@@ -3157,18 +3158,18 @@ class Run(Saved):
             before = meta["identity"].get(name)
             if before != value:
                 raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
-        place = self.runtime.device
-        states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
-        states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
+        # A rank of a sharded run keeps some rows of what is mapped into memory here.
+        place = "cpu" if getattr(self.settings, "shard", False) else self.runtime.device
+        read = functools.partial(torch.load, map_location=place, weights_only=True, mmap=True)
+        states = {**read(folder / "training.pt"), "network": read(folder / "model.pt")}
         for name, part in self.parts.items():
             if name in states:
                 part.load_state_dict(states[name])
         self.saved_step = self.step
-        before = meta["settings"]
         changed = {
             name: value
             for name, value in asdict(self.settings).items()
-            if value != before.get(name) and name not in ("resume", "run_id", "out_dir")
+            if value != meta["settings"].get(name) and name not in ("resume", "run_id", "out_dir")
         }
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
@@ -4106,7 +4107,7 @@ def update_metrics(names, updates, seconds):
     metrics["bad"] = bad.sum().item()
     metrics["train_tok_s"] = tokens.sum().item() / seconds
     for name, values in zip(names, sums, strict=True):
-        metrics[name] = (values.sum() / tokens.sum()).item()
+        metrics[name] = (values.sum() / tokens.sum().clamp(min=1)).item()
     return metrics
 
 
@@ -4613,6 +4614,8 @@ class GSPOTrainer(EpisodeTrainer):
         temperature = settings.temperature
         mini_batches = []
         for rows in rollout.rows:
+            # Without KL_BETA an answer of no advantage has no gradient: it is left out.
+            rows = [row for row in rows if row[-1] or settings.kl_beta]
             mini_batches.append(make_batches(rows, runtime.device, self.micro_tokens))
         # Old log-probabilities are the training forward's: the sampler's last digits would count in
         # a narrow band.
@@ -4624,10 +4627,9 @@ class GSPOTrainer(EpisodeTrainer):
                     batch.reference, _ = token_logps(self.ref_model, batch, temperature)
 
         updates = []
+        # Answers that are left out count in the mean.
+        samples = runtime.world_size * len(rollout.rows[0])
         for batches in mini_batches * settings.epochs:
-            samples = runtime.world_size * sum(len(batch.ids) for batch in batches)
-            tokens = sum(batch.mask.sum() for batch in batches)
-            total = samples, runtime.sum(tokens.clone()), tokens
             torch._foreach_zero_([param.grad for param in self.trained])
             # loss, tokens, entropy, policy_loss's five
             sums = torch.zeros(8, device=runtime.device)
@@ -4637,7 +4639,7 @@ class GSPOTrainer(EpisodeTrainer):
                     if batch.old is None:  # the first mini-batch: nothing was updated before it
                         batch.old = logps.detach()
                     losses, logged = policy_loss(logps, batch, settings)
-                    weights = token_weights(batch.mask, total, settings, runtime.world_size)
+                    weights = token_weights(batch.mask, [samples], settings, runtime.world_size)
                     loss = (losses * weights).sum()
                     loss.backward()
                     parts = [loss.detach(), batch.mask.sum(), entropy.sum(), *logged.sum((1, 2))]

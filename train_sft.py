@@ -61,7 +61,6 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils import serialization
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -2289,9 +2288,7 @@ class Clock(Saved):
 
     def __init__(self, settings, runtime, replay=()):
         self.iterations = len(replay) or settings.iterations or math.inf
-        self.limit = settings.max_wallclock_seconds or math.inf
-        if replay:
-            self.limit = math.inf
+        self.limit = math.inf if replay else settings.max_wallclock_seconds or math.inf
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
@@ -3132,8 +3129,9 @@ def make_tracker(settings, folder):
         if settings.tracker == "wandb":
             import wandb
 
-            config = asdict(settings)
-            wandb.init(project="underpar", name=folder.name, dir=str(folder), config=config)
+            wandb.init(
+                project="underpar", name=folder.name, dir=str(folder), config=asdict(settings)
+            )
             return wandb.log
         if settings.tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
@@ -3312,11 +3310,13 @@ class Run(Saved):
 
         A failure is an event if there is an older checkpoint, else an OSError.
         """
-        if self.saved_step != self.step and self.runtime.rank == 0:
-            training = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.saved_step == self.step:
+            return
+        # On all ranks, because those of a sharded run have to join their parts.
+        training = {name: part.state_dict() for name, part in self.parts.items()}
+        if self.runtime.rank == 0:
             files = {"model": training.pop("network"), "training": training}
-            settings = asdict(self.settings)
-            meta = {"step": self.step, "settings": settings, "identity": self.identity}
+            meta = {"step": self.step, "settings": asdict(self.settings), "identity": self.identity}
             try:
                 save_checkpoint(self.folder, self.step, files, meta)
                 self.log(f"step:{self.step} saved")
@@ -3334,18 +3334,18 @@ class Run(Saved):
             before = meta["identity"].get(name)
             if before != value:
                 raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
-        place = self.runtime.device
-        states = torch.load(folder / "training.pt", map_location=place, weights_only=True)
-        states["network"] = torch.load(folder / "model.pt", map_location=place, weights_only=True)
+        # A rank of a sharded run keeps some rows of what is mapped into memory here.
+        place = "cpu" if getattr(self.settings, "shard", False) else self.runtime.device
+        read = functools.partial(torch.load, map_location=place, weights_only=True, mmap=True)
+        states = {**read(folder / "training.pt"), "network": read(folder / "model.pt")}
         for name, part in self.parts.items():
             if name in states:
                 part.load_state_dict(states[name])
         self.saved_step = self.step
-        before = meta["settings"]
         changed = {
             name: value
             for name, value in asdict(self.settings).items()
-            if value != before.get(name) and name not in ("resume", "run_id", "out_dir")
+            if value != meta["settings"].get(name) and name not in ("resume", "run_id", "out_dir")
         }
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
@@ -3960,24 +3960,6 @@ class ShardedPart:
         self.part.load_state_dict(state)
 
 
-def save_run(run):
-    """Write a checkpoint; see Run.save."""
-    if run.settings.shard and run.runtime.rank and run.saved_step != run.step:
-        # Rank 0 does it in run.save, and in the same order: each gives it what it holds.
-        for part in run.parts.values():
-            part.state_dict()
-    run.save()
-
-
-def load_run(run, folder):
-    """Restore a checkpoint; see Run.load. A rank of a sharded run reads no more than it keeps."""
-    runtime = run.runtime
-    run.runtime = loading_runtime(run.settings, runtime)
-    with serialization.config.patch("load.mmap", run.settings.shard):
-        run.load(folder)
-    run.runtime = runtime
-
-
 # === end: sharding ===
 
 
@@ -4470,7 +4452,7 @@ def main():
     log(f"parameters: {name_values(count_parameters(network))}")
     log(f"batch: an epoch is {len(windows_of(0))} windows in {epoch_steps} steps")
     if checkpoint:
-        load_run(run, checkpoint)
+        run.load(checkpoint)
     else:
         trainer.start["before"] = trainer.score(data.held_out)
         if teacher:
@@ -4501,7 +4483,7 @@ def main():
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or stopping or save_is_due:
             with clock.paused():
-                save_run(run)
+                run.save()
         if last_step or stopping:
             break
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))

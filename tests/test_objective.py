@@ -501,6 +501,7 @@ def report_clips(M, patch) -> None:
     def update_metrics(names, updates, seconds):
         _, _, _, tokens, *sums = torch.stack(updates).double().T
         at = names.index("clip_active")
+        tokens = tokens.clamp(min=1)
         clips = torch.stack([sums[at] / tokens, sums[at + 1] / tokens], dim=1).tolist()
         return {**original(names, updates, seconds), "clips": clips}
 
@@ -600,17 +601,17 @@ def test_metrics_of_a_step_are_their_definitions(M, monkeypatch):
     )
     for at, name in enumerate(
         ("clip_active", "clip_outside")
-    ):  # of all tokens: 22 and 18 in the mini-batches
+    ):  # of the tokens in groups of several rewards: 11 and 9 in the mini-batches
         sums = sum(
             clips[at] * tokens
-            for clips, tokens in zip(clips_of(metrics), (22, 18, 22, 18), strict=True)
+            for clips, tokens in zip(clips_of(metrics), (11, 9, 11, 9), strict=True)
         )
-        assert metrics[name] == pytest.approx(sums / 80, abs=1e-9)
+        assert metrics[name] == pytest.approx(sums / 40, abs=1e-9)
     assert metrics["bad"] == 0 and metrics["kl"] == 0  # without a reference
 
     table.embed.data.copy_(start)  # one update alone, on what the first sample was
     alone = trainer(M, table, group_size=3)
-    metrics, entropy, gap = take(alone, ["q"], lambda queries, texts: [1.0, 0.0, 0.5]), [], []
+    metrics, entropy, gap = take(alone, ["q"], lambda queries, texts: [1.0, 0.0, 0.25]), [], []
     every = start.log_softmax(-1)
     for ids, _ in [*samples.values()][:3]:
         for place, (before, token) in enumerate(zip([ASSISTANT, *ids[:-1]], ids, strict=True)):
@@ -747,9 +748,10 @@ def test_old_log_probabilities_are_the_training_forwards_bit_for_bit(
 ):
     scripted(monkeypatch, M)
     calls = recorded(monkeypatch, M)
-    own = trainer(M, policy(M, **changes), mini_batches=2, micro_batch_tokens=60, **changes)
+    own = trainer(M, policy(M, **changes), mini_batches=2, micro_batch_tokens=30, **changes)
     metrics = take(own, QUERIES, lengths_score)
-    first = len(M.make_batches(own.rollout(QUERIES, 0).rows[0], CPU, 60))
+    rows = [row for row in own.rollout(QUERIES, 0).rows[0] if row[-1]]
+    first = len(M.make_batches(rows, CPU, 30))
     assert first > 1
     for logps, batch in calls[:first]:
         assert torch.equal(logps, batch.old) and torch.equal(logps != 0, batch.mask)
@@ -774,6 +776,44 @@ def test_equal_rewards_move_nothing(M, value, monkeypatch):
     metrics = take(own, QUERIES, lambda queries, texts: [value] * len(texts))
     assert metrics["grad_norm"] == 0 and metrics["zero_variance"] == 1
     assert all(map(torch.equal, before, state(own.network)))
+
+
+@pytest.mark.parametrize(
+    ("M", "changes"),
+    [
+        (G, dict(reduction="sequence")),
+        (G, dict(reduction="dapo", epochs=2)),
+        (G, dict(reduction="bnpo", scale_rewards="batch")),
+        (S, dict(epochs=2)),
+    ],
+)
+def test_answers_without_an_advantage_are_left_out_and_count(M, changes, monkeypatch):
+    """The last mini-batch and a group of the first have one reward each. Weights become what they
+    become if all answers are read, as they are for a KL_BETA that is too small to change a digit.
+    """
+    scripted(monkeypatch, M)
+    make_batches = M.make_batches
+    read = []
+
+    def counted(rows, *arguments):
+        read.append(len(rows))
+        return make_batches(rows, *arguments)
+
+    monkeypatch.setattr(M, "make_batches", counted)
+    rewards = [1.0, 0.0, 1.0] + 9 * [0.5]
+    weights = []
+    for kl_beta in (0.0, 1e-30):
+        own = trainer(M, mini_batches=2, kl_beta=kl_beta, **changes)
+        start = state(own.network)
+        metrics = [take(own, QUERIES, lambda queries, texts: rewards) for _ in range(2)]
+        weights.append(state(own.network))
+        assert furthest(start, weights[-1]) > 0.001
+    assert read == 2 * [3, 0] + 2 * [6, 6]
+    assert furthest(*weights) < 1e-12
+    # A step in which nothing is read has no answers to describe, and no number is missing.
+    own = trainer(M, mini_batches=2)
+    metrics = take(own, QUERIES, lambda queries, texts: [0.5] * 12)
+    assert metrics["entropy"] == metrics["train_tok_s"] == 0
 
 
 class Rank(G.Runtime):

@@ -49,23 +49,20 @@ class Game:
 
 
 GAMES = {
-    "tictactoe": Game("tictactoe.py:Random", 150, {}),
-    "guess": Game(
-        "guess.py:Guess",
-        150,
-        dict(
-            max_turns=3,
-            discount=0.9,
-            max_new_tokens=50,
-            learning_rate=0.0005,
-            mini_batches=2,
-            kl_beta=0.02,
-        ),
-    ),
+    "tictactoe": Game("tictactoe.py:Random", 1000, {}),
+    "guess": Game("guess.py:Guess", 150, dict(max_turns=3, discount=0.9, max_new_tokens=50)),
     "calculator": Game(
         "calculator.py:Calculator",
         600,
-        dict(max_turns=2, max_new_tokens=60, learning_rate=0.0003, mini_batches=2, kl_beta=0.0),
+        dict(
+            max_turns=2,
+            max_new_tokens=60,
+            prompts_per_step=16,
+            group_size=16,
+            learning_rate=0.0003,
+            mini_batches=2,
+            kl_beta=0.0,
+        ),
         max_turns=2,
         arms=("rewards", "coin", "NoTool"),
     ),
