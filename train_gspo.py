@@ -4646,7 +4646,8 @@ class GSPOTrainer(EpisodeTrainer):
                     sums += torch.stack(parts)
             norm, sums = self.optimizers.reduce_gradients(runtime, settings.grad_clip_norm, sums)
             bad = ~torch.isfinite(norm)
-            self.optimizers.step(multiplier, bad)
+            # Where nothing has a gradient, momentum alone would move the weights.
+            self.optimizers.step(multiplier, bad | (norm == 0))
             updates.append(torch.cat([torch.stack([norm, bad]), sums]))
         names = "entropy clip_active clip_outside log_ratio kl sampler_gap".split()
         return update_metrics(names, updates, time.perf_counter() - begin)

@@ -782,14 +782,14 @@ def test_equal_rewards_move_nothing(M, value, monkeypatch):
     ("M", "changes"),
     [
         (G, dict(reduction="sequence")),
-        (G, dict(reduction="dapo", epochs=2)),
+        (G, dict(reduction="dapo", epochs=2, left_clip_range=1.0, right_clip_range=9.0)),
         (G, dict(reduction="bnpo", scale_rewards="batch")),
-        (S, dict(epochs=2)),
+        (S, dict(epochs=2, left_clip_range=1.0, right_clip_range=9.0)),
     ],
 )
 def test_answers_without_an_advantage_are_left_out_and_count(M, changes, monkeypatch):
-    """The last mini-batch and a group of the first have one reward each. Weights become what they
-    become if all answers are read, as they are for a KL_BETA that is too small to change a digit.
+    """A group of each mini-batch has one reward. Weights become what they become if all answers are
+    read, as they are for a KL_BETA that is too small to change a digit.
     """
     scripted(monkeypatch, M)
     make_batches = M.make_batches
@@ -800,20 +800,35 @@ def test_answers_without_an_advantage_are_left_out_and_count(M, changes, monkeyp
         return make_batches(rows, *arguments)
 
     monkeypatch.setattr(M, "make_batches", counted)
-    rewards = [1.0, 0.0, 1.0] + 9 * [0.5]
+    rewards = [1.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     weights = []
     for kl_beta in (0.0, 1e-30):
-        own = trainer(M, mini_batches=2, kl_beta=kl_beta, **changes)
+        own = trainer(M, mini_batches=2, kl_beta=kl_beta, learning_rate=0.001, **changes)
         start = state(own.network)
-        metrics = [take(own, QUERIES, lambda queries, texts: rewards) for _ in range(2)]
+        for _ in range(2):
+            take(own, QUERIES, lambda queries, texts: rewards)
         weights.append(state(own.network))
         assert furthest(start, weights[-1]) > 0.001
-    assert read == 2 * [3, 0] + 2 * [6, 6]
+    assert read == 4 * [3] + 4 * [6]
     assert furthest(*weights) < 1e-12
-    # A step in which nothing is read has no answers to describe, and no number is missing.
+
+
+@each_script
+def test_momentum_alone_moves_no_weight(M, monkeypatch):
+    """A step in which no answer has an advantage, after one that left momentum."""
+    scripted(monkeypatch, M)
     own = trainer(M, mini_batches=2)
+    start = state(own.network)
+    take(own, QUERIES, lengths_score)
+    before = state(own.network)
+    moments = copy.deepcopy(own.optimizers.state_dict())
+    assert furthest(start, before) > 0.001
     metrics = take(own, QUERIES, lambda queries, texts: [0.5] * 12)
-    assert metrics["entropy"] == metrics["train_tok_s"] == 0
+    assert metrics["entropy"] == metrics["train_tok_s"] == metrics["bad"] == 0
+    assert furthest(before, state(own.network)) == 0
+    for name, saved in own.optimizers.state_dict().items():
+        for key, value in saved.items():
+            assert torch.equal(value, moments[name][key]), (name, key)
 
 
 class Rank(G.Runtime):
