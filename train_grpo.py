@@ -4449,22 +4449,20 @@ class Episode:
 
 
 class EpisodeTrainer(PolicyTrainer):
-    """A PolicyTrainer that learns from conversations, if it has an environment: a class, see Episode.
+    """A PolicyTrainer that learns from conversations with `environment`, a class: see Episode.
 
-    Its queries are Seeds. The reward of a conversation is the discounted sum of those
-    of its answers.
+    Its queries are Seeds. The reward of a conversation is the discounted sum of those of its
+    answers.
     """
 
-    environment = None
+    environment: type  # set before use
 
     def cost(self, query):
-        """Return how much there is to do for a query; of a conversation nothing is known."""
-        return super().cost(query) if self.environment is None else 0
+        """Return 0: how long a conversation will be is not known."""
+        return 0
 
     def sample(self, queries, count, temperature, seeds):
         """Return `count` Answers to each query, query by query: conversations of several turns."""
-        if self.environment is None:
-            return super().sample(queries, count, temperature, seeds)
         episodes = []
         for query in queries:
             for _ in range(count):
@@ -4486,8 +4484,6 @@ class EpisodeTrainer(PolicyTrainer):
 
     def rewards(self, answers):
         """Return the rewards of answers (n,). One whose episode has a fault gets its group's mean."""
-        if self.environment is None:
-            return super().rewards(answers)
         discount = self.settings.discount
         values = torch.tensor([answer.query.value(discount) for answer in answers]).double()
         dropped = torch.tensor([bool(answer.query.fault) for answer in answers])
@@ -4503,8 +4499,6 @@ class EpisodeTrainer(PolicyTrainer):
         Raises UserError if more than a tenth of all ranks' episodes have a fault.
         """
         rollout = super().make_rollout(answers, rewards, values, begin)
-        if self.environment is None:
-            return rollout
         episodes = [answer.query for answer in answers]
         facts = [(len(one.rewards), not one.done, bool(one.fault)) for one in episodes]
         means, _ = moments(torch.tensor(facts).T, self.runtime)
@@ -4518,8 +4512,6 @@ class EpisodeTrainer(PolicyTrainer):
 
     def grades(self, answers, reward):
         """Return the numbers (n,) by which answers are right from 1 on: the sums of the rewards."""
-        if self.environment is None:
-            return super().grades(answers, reward)
         return torch.tensor([answer.query.value(1.0) for answer in answers])
 
 
@@ -4596,8 +4588,8 @@ def policy_loss(logps, batch, settings):
 GRPOConfig = Settings  # GRPOConfig(learning_rate=1e-4, group_size=16)
 
 
-class GRPOTrainer(EpisodeTrainer):
-    """Group relative policy optimization; arguments and use as of EpisodeTrainer."""
+class GRPOTrainer(PolicyTrainer):
+    """Group relative policy optimization; arguments and use as of PolicyTrainer."""
 
     @torch.no_grad()
     def rollout(self, queries, step):
@@ -4664,6 +4656,10 @@ class GRPOTrainer(EpisodeTrainer):
         return update_metrics(names, updates, time.perf_counter() - begin)
 
 
+class GRPOEpisodeTrainer(EpisodeTrainer, GRPOTrainer):
+    """A GRPOTrainer that learns from conversations."""
+
+
 # -------------------------------------------------------------------------------------------- main
 def main():
     """Train, pack and score one policy; return the exit code. Raises UserError before step 1."""
@@ -4685,10 +4681,11 @@ def main():
         f"{len(choice)} to choose between averages, {len(held_out)} held out"
     )
     adapt(network, settings)
-    trainer = GRPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
     if settings.environment:
+        trainer = GRPOEpisodeTrainer(network, tokenizer, settings, runtime=runtime)
         trainer.environment = load_environment(settings.environment)
     else:
+        trainer = GRPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
         trainer.prompt_ids(problems + choice + held_out)  # or a UserError, now and not in mid-run
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):

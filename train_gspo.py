@@ -4444,22 +4444,20 @@ class Episode:
 
 
 class EpisodeTrainer(PolicyTrainer):
-    """A PolicyTrainer that learns from conversations, if it has an environment: a class, see Episode.
+    """A PolicyTrainer that learns from conversations with `environment`, a class: see Episode.
 
-    Its queries are Seeds. The reward of a conversation is the discounted sum of those
-    of its answers.
+    Its queries are Seeds. The reward of a conversation is the discounted sum of those of its
+    answers.
     """
 
-    environment = None
+    environment: type  # set before use
 
     def cost(self, query):
-        """Return how much there is to do for a query; of a conversation nothing is known."""
-        return super().cost(query) if self.environment is None else 0
+        """Return 0: how long a conversation will be is not known."""
+        return 0
 
     def sample(self, queries, count, temperature, seeds):
         """Return `count` Answers to each query, query by query: conversations of several turns."""
-        if self.environment is None:
-            return super().sample(queries, count, temperature, seeds)
         episodes = []
         for query in queries:
             for _ in range(count):
@@ -4481,8 +4479,6 @@ class EpisodeTrainer(PolicyTrainer):
 
     def rewards(self, answers):
         """Return the rewards of answers (n,). One whose episode has a fault gets its group's mean."""
-        if self.environment is None:
-            return super().rewards(answers)
         discount = self.settings.discount
         values = torch.tensor([answer.query.value(discount) for answer in answers]).double()
         dropped = torch.tensor([bool(answer.query.fault) for answer in answers])
@@ -4498,8 +4494,6 @@ class EpisodeTrainer(PolicyTrainer):
         Raises UserError if more than a tenth of all ranks' episodes have a fault.
         """
         rollout = super().make_rollout(answers, rewards, values, begin)
-        if self.environment is None:
-            return rollout
         episodes = [answer.query for answer in answers]
         facts = [(len(one.rewards), not one.done, bool(one.fault)) for one in episodes]
         means, _ = moments(torch.tensor(facts).T, self.runtime)
@@ -4513,8 +4507,6 @@ class EpisodeTrainer(PolicyTrainer):
 
     def grades(self, answers, reward):
         """Return the numbers (n,) by which answers are right from 1 on: the sums of the rewards."""
-        if self.environment is None:
-            return super().grades(answers, reward)
         return torch.tensor([answer.query.value(1.0) for answer in answers])
 
 
@@ -4588,8 +4580,8 @@ def policy_loss(logps, batch, settings):
 GSPOConfig = Settings  # GSPOConfig(learning_rate=1e-4, group_size=16)
 
 
-class GSPOTrainer(EpisodeTrainer):
-    """Group sequence policy optimization; arguments and use as of EpisodeTrainer."""
+class GSPOTrainer(PolicyTrainer):
+    """Group sequence policy optimization; arguments and use as of PolicyTrainer."""
 
     @torch.no_grad()
     def rollout(self, queries, step):
@@ -4653,6 +4645,10 @@ class GSPOTrainer(EpisodeTrainer):
         return update_metrics(names, updates, time.perf_counter() - begin)
 
 
+class GSPOEpisodeTrainer(EpisodeTrainer, GSPOTrainer):
+    """A GSPOTrainer that learns from conversations."""
+
+
 # -------------------------------------------------------------------------------------------- main
 def main():
     """Train, pack and score one policy; return the exit code. Raises UserError before step 1."""
@@ -4674,10 +4670,11 @@ def main():
         f"{len(choice)} to choose between averages, {len(held_out)} held out"
     )
     adapt(network, settings)
-    trainer = GSPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
     if settings.environment:
+        trainer = GSPOEpisodeTrainer(network, tokenizer, settings, runtime=runtime)
         trainer.environment = load_environment(settings.environment)
     else:
+        trainer = GSPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
         trainer.prompt_ids(problems + choice + held_out)  # or a UserError, now and not in mid-run
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):

@@ -17,7 +17,8 @@ from conftest import BYTES, ROOT, blocks, environment, load_tool, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 both = pytest.mark.parametrize("M", [G, P], ids=["grpo", "gspo"])
-TRAINERS = {G: "GRPOTrainer", P: "GSPOTrainer"}
+EPISODE_TRAINERS = {G: G.GRPOEpisodeTrainer, P: P.GSPOEpisodeTrainer}
+TRAINERS = {G: G.GRPOTrainer, P: P.GSPOTrainer}
 
 
 class Counting:
@@ -36,9 +37,13 @@ class Counting:
 
 
 def trainer(M, environment, network=None, **changes):
-    """Return a trainer of a small random network, whose answers are short: many tokens end one."""
+    """Return a trainer of a small random network, whose answers are short: many tokens end one.
+
+    environment: None for a trainer of prompts and reward functions.
+    """
     changes = dict(max_new_tokens=100, group_size=4, temperature=1.0, max_turns=8) | changes
-    made = getattr(M, TRAINERS[M])(
+    trainers = TRAINERS if environment is None else EPISODE_TRAINERS
+    made = trainers[M](
         network or policy(M),
         BYTES,
         M.Settings(mini_batches=1, prompts_per_step=4, **changes),
@@ -239,7 +244,7 @@ def test_an_environment_of_one_turn_is_a_reward_function(M):
     for game in (OneTurn, None):
         network = policy(M)
         network.load_state_dict(first)
-        own = trainer(M, game, network, max_new_tokens=12)
+        own = trainer(M, game, network)
         queries = seeds_of(M, 4)
         if game is None:
             own.reward_funcs = [lambda prompts, completions, **_: [len(x) % 3 for x in completions]]
@@ -248,11 +253,10 @@ def test_an_environment_of_one_turn_is_a_reward_function(M):
         results.append((metrics, [param.clone() for param in network.parameters()]))
     (one, weights), (other, other_weights) = results
     # An answer that does not end within MAX_NEW_TOKENS has no reward of an environment.
-    if one["finished"] == 1:
-        assert one["reward"] == other["reward"]
-        for a, b in zip(weights, other_weights, strict=True):
-            assert torch.equal(a, b)
-    assert one["length"] == other["length"]
+    assert one["finished"] == 1 and one["reward_std"] > 0
+    assert one["reward"] == other["reward"] and one["length"] == other["length"]
+    for a, b in zip(weights, other_weights, strict=True):
+        assert torch.equal(a, b)
 
 
 @both

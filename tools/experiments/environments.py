@@ -141,7 +141,7 @@ def play(name: str, rules: str, folder: Path, out: Path) -> dict[str, list[float
     game = GAMES[name]
     network, tokenizer, _ = script.load_model("INIT_FROM", str(folder))
     settings = script.Settings(max_turns=game.max_turns, max_new_tokens=200)
-    trainer = script.GRPOTrainer(network, tokenizer, settings)
+    trainer = script.GRPOEpisodeTrainer(network, tokenizer, settings)
     trainer.environment = script.load_environment(environment_of(game, rules, out))
     queries = [script.Seed(FIRST_GAME + number) for number in range(GAMES_PLAYED)]
     seeds = [(0, number) for number in range(GAMES_PLAYED)]
