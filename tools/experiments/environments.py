@@ -12,13 +12,15 @@ train_grpo.py goes on from it by configs/environment.env and the settings in GAM
 
 Every policy then plays the same held-out games greedily: those of arms "rewards" and "coin" in the
 environment as it is, and these games choose no weights. Runs have one thread, and --jobs of them run
-side by side. A run that has ended is not repeated. Gains are paired by game. A game counts by its
-mean over the seeds, and the 95% intervals are over games: what the seeds differ by stands beside.
+side by side. A run that has ended is not repeated, and one that was broken off begins anew. Gains
+are paired by game. A game counts by its mean over the seeds, and the 95% intervals are over games:
+what the seeds differ by stands beside.
 """
 
 import argparse
 import functools
 import json
+import shutil
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -101,10 +103,18 @@ def environment_of(game: Game, arm: str, out: Path) -> str:
     return f"{control}:Coin"
 
 
+def has_ended(run: Path) -> bool:
+    """Return whether a run has ended; what is left of one that was broken off is deleted."""
+    if (run / "result.json").is_file():
+        return True
+    shutil.rmtree(run, ignore_errors=True)
+    return False
+
+
 def make_start(name: str, seed: int, out: Path) -> None:
     """Train the start of a game's policies by supervised fine-tuning."""
     folder = f"{name}_start_{seed}"
-    if (out / folder / "result.json").is_file():
+    if has_ended(out / folder):
         return
     steps = GAMES[name].start_steps
     rows = out / f"{name}.jsonl"
@@ -116,7 +126,7 @@ def make_start(name: str, seed: int, out: Path) -> None:
 def train(name: str, arm: str, seed: int, changes: dict, out: Path) -> None:
     """Train the policy of an arm."""
     folder = f"{name}_{arm}_{seed}"
-    if (out / folder / "result.json").is_file():
+    if has_ended(out / folder):
         print(f"{folder}: has ended before", flush=True)
         return
     settings = dict(
