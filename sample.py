@@ -85,7 +85,7 @@ class Settings:
     max_new_tokens: int = bounded(100, 1)  # length of each, at most
     temperature: float = bounded(
         0.8, 0.0, 100.0
-    )  # of the distribution; 0: always the likeliest token
+    )  # of the distribution that samples; sample.py takes 0: always the likeliest token
     top_k: int = 50  # draw from this many likeliest tokens; 0: from all
     # draw from the likeliest tokens that hold this share of probability; 1: from all
     top_p: float = bounded(1.0, 1e-09, 1.0)

@@ -106,12 +106,12 @@ class Settings:
     prompts_per_step: int = bounded(32, 1)  # over all ranks
     group_size: int = bounded(8, 2)  # samples of a prompt
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
-    # of the distribution; 0: always the likeliest token
+    # of the distribution that samples; sample.py takes 0: always the likeliest token
     temperature: float = bounded(0.5, 0.01, 100.0)
     # objective
     left_clip_range: float = 0.2  # below 1, for the ratio of probabilities
     right_clip_range: float = 0.28  # above 1
-    # of the ratio where the advantage is negative, too: two-sided clipping; 0: none
+    # largest ratio where the advantage is negative, which RIGHT_CLIP_RANGE does not bound; 0: none
     ratio_limit: float = 0.0
     # of token losses; dr_grpo: by a constant
     reduction: Literal["sequence", "dapo", "bnpo", "dr_grpo"] = "sequence"
@@ -3782,9 +3782,9 @@ MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reporte
 class Answer:
     """A sampled answer to a query."""
 
-    query: object  # a string, or a dict with `prompt`
+    query: object  # a string, a dict with `prompt`, or the Episode of a conversation
     prompt: list[int]
-    text: str
+    text: str  # of a conversation all of it, what the environment says, too
     ids: list[int]
     logps: list[float]  # of the ids, by the sampler; None where the policy did not draw them
     finished: bool  # whether a stop token ended it
@@ -3809,18 +3809,18 @@ def prompts_unit(settings, ranks):
     return unit
 
 
-def deal(costs, ranks, unit):
+def deal(costs, ranks, size):
     """Return for each rank the numbers of the queries that it answers.
 
-    costs: of each query. Every mini-batch, `unit` queries in a row, is split evenly: its queries go
+    costs: of each query. Every mini-batch, `size` queries in a row, is split evenly: its queries go
     out in order of falling cost, one to each rank, and the costliest of them to the rank that has
     the least so far.
     """
     shares = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for start in range(0, len(costs), unit):
-        order = sorted(range(start, start + unit), key=lambda number: -costs[number])
-        for first in range(0, unit, ranks):
+    for start in range(0, len(costs), size):
+        order = sorted(range(start, start + size), key=lambda number: -costs[number])
+        for first in range(0, size, ranks):
             lightest = sorted(range(ranks), key=loads.__getitem__)
             for rank, number in zip(lightest, order[first : first + ranks], strict=True):
                 shares[rank].append(number)
@@ -4019,9 +4019,9 @@ class PolicyTrainer:
         """Return GROUP_SIZE Answers to each query of this rank's share of a step's queries."""
         begin = time.perf_counter()
         settings = self.settings
-        unit = len(queries) // settings.mini_batches
+        size = len(queries) // settings.mini_batches
         costs = list(map(self.cost, queries))
-        share = deal(costs, self.runtime.world_size, unit)[self.runtime.rank]
+        share = deal(costs, self.runtime.world_size, size)[self.runtime.rank]
         seeds = [(settings.seed, step, number) for number in share]
         queries = [queries[number] for number in share]
         answers = self.sample(queries, settings.group_size, settings.temperature, seeds)
@@ -4029,11 +4029,11 @@ class PolicyTrainer:
         return answers
 
     def rewards(self, answers):
-        """Return the rewards of answers (n,)."""
+        """Return the rewards of answers (n,), which train; held-out answers have grades."""
         return sum_rewards(self.reward_funcs, answers)
 
     def grades(self, answers, reward):
-        """Return the numbers (n,) by which answers are right from 1 on; reward: see load_reward."""
+        """Return a number for each answer (n,), which is right from 1 on; reward: see load_reward."""
         return sum_rewards([reward], answers)
 
     def make_rollout(self, answers, rewards, values, begin):
@@ -4055,8 +4055,8 @@ class PolicyTrainer:
         is_silent = (groups == groups[:, :1]).all(1).repeat_interleave(groups.size(1))
         lengths = torch.tensor([len(answer.ids) - answer.logps.count(None) for answer in answers])
         finished = torch.tensor([answer.finished for answer in answers])
-        values = torch.stack([rewards, is_silent, lengths, finished])
-        mean, variance = moments(values, self.runtime)
+        facts = torch.stack([rewards, is_silent, lengths, finished])
+        mean, variance = moments(facts, self.runtime)
         count = len(rows) * self.runtime.world_size
         metrics = {
             "reward": mean[0],
@@ -4088,7 +4088,10 @@ class PolicyTrainer:
         return {**rollout.metrics, **self.update(rollout)}
 
     def train(self, reward_function=None):
-        """Take ITERATIONS steps over train_dataset; return the metrics of each, see train_step."""
+        """Take ITERATIONS steps over train_dataset; return the metrics of each, see train_step.
+
+        All steps have LEARNING_RATE: schedule, averages, QAT and clock are main's.
+        """
         settings = self.settings
         if not (settings.iterations and self.dataset):
             raise UserError(
@@ -4386,8 +4389,8 @@ def observation_ids(tokenizer, text):
     if "template" not in tokenizer.facts:
         return asked_ids(tokenizer, [turn])[len(begin_ids(tokenizer)) :]
     # What an imported model's template writes behind the token that ends an answer.
-    rendered = chat_text(tokenizer, [turn, ("<|assistant|>", "."), turn], True)
-    *_, stop = stop_pattern(tokenizer).finditer(rendered, 0, rendered.rindex(text.strip()))
+    rendered = chat_text(tokenizer, [turn, ("<|assistant|>", "\0"), turn], True)
+    stop = stop_pattern(tokenizer).search(rendered, rendered.index("\0"))
     return tokenizer.encode_marked(rendered[stop.end() :])
 
 
@@ -4395,16 +4398,17 @@ class Episode:
     """A conversation with an environment: an object with `reset(seed)`, which returns the prompt, and
     `step(text)`, which returns what it says to an answer, the reward, and whether it is over.
 
-    An environment must not end a run. After a fault the episode is over, and does not count.
+    An environment must not end a run. After a fault the episode is over. Training leaves it out;
+    held-out scores count the rewards that it has.
     """
 
     def __init__(self, environment, seed, tokenizer, settings):
         self.tokenizer = tokenizer
         self.settings = settings
-        self.rewards = []  # of the answers so far
+        self.rewards = []  # of the answers that step was given; MAX_NEW_TOKENS may cut one more
         self.done = False  # whether the environment ended it
         self.fault = ""
-        self.place = 0  # ids of the sample at which the present answer begins
+        self.place = 0  # number of the sample's ids before the present answer
         self.environment = self.call(environment)
         self.prompt = self.call(self.reset, seed) or "?"
         self.prompt_ids = asked_ids(tokenizer, [("<|user|>", self.prompt)])
@@ -4468,6 +4472,7 @@ class EpisodeTrainer(PolicyTrainer):
             for _ in range(count):
                 episode = Episode(self.environment, query.seed, self.tokenizer, self.settings)
                 episodes.append(episode)
+        # The seed decides a prompt: those of a group are equal.
         prompts = [episode.prompt_ids for episode in episodes[::count]]
         self.check_room(prompts)
         replies = [episode.reply for episode in episodes]
@@ -4506,12 +4511,13 @@ class EpisodeTrainer(PolicyTrainer):
         if rollout.metrics["dropped"] > 0.1:
             raise UserError(
                 f"ENVIRONMENT={self.settings.environment!r}: {rollout.metrics['dropped']:.0%} of the "
+                # One of this rank's: max passes over empty ones.
                 f"episodes have a fault, at most 10% may; {max(one.fault for one in episodes)}"
             )
         return rollout
 
     def grades(self, answers, reward):
-        """Return the numbers (n,) by which answers are right from 1 on: the sums of the rewards."""
+        """Return the sum of each conversation's rewards (n,), which is right from 1 on."""
         return torch.tensor([answer.query.value(1.0) for answer in answers])
 
 
@@ -4523,7 +4529,9 @@ def group_advantages(rewards, scale, batch_std):
     """Return rewards (P, G) minus their group's mean, divided by a standard deviation.
 
     That is their group's (of a sample, + 1e-4; arXiv 2402.03300, section 4.1.2), `batch_std`, or
-    with scale "none" 1 (Dr. GRPO, 2503.20783). A group of one reward has advantages of 0.
+    with scale "none" 1 (Dr. GRPO, 2503.20783). A group of one reward has advantages of 0, and
+    zero_variance and the end of a run that learns nothing rest on it. Leave-one-out (RLOO) is scale
+    "none" times G / (G - 1).
     """
     # Without the first subtraction equal rewards could differ from their mean in the last digit.
     centred = rewards - rewards[:, :1]
@@ -4545,8 +4553,8 @@ def token_weights(mask, total, settings, ranks):
     if settings.reduction == "sequence":
         return mask / (samples * mask.sum(1, keepdim=True).clamp(min=1))
     divisors = {
-        "dapo": tokens,
-        "bnpo": rank_tokens * ranks,
+        "dapo": tokens.clamp(min=1),
+        "bnpo": max(1, rank_tokens) * ranks,
         "dr_grpo": samples * settings.max_new_tokens,
     }
     return mask / divisors[settings.reduction]
@@ -4563,7 +4571,7 @@ def policy_loss(logps, batch, settings):
 
     The loss is the clipped surrogate (arXiv 1707.06347, equation 7) with a band that may be
     asymmetric (2503.14476), plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. An
-    active clip leaves no gradient. The sampler gap is |log p_old - what the sampler computed|.
+    active clip leaves KL_BETA's gradient alone. The sampler gap is |log p_old - what the sampler computed|.
     """
     advantages = batch.advantages[:, None]
     low = 1 - settings.left_clip_range
@@ -4597,6 +4605,7 @@ class GRPOTrainer(PolicyTrainer):
         begin = time.perf_counter()
         settings = self.settings
         answers = self.sample_share(queries, step)
+        # What is added to the rewards here trains, in conversations, too, and marks nothing.
         rewards = self.rewards(answers)
         _, variance = moments(rewards, self.runtime)
         groups = rewards.view(-1, settings.group_size)
@@ -4662,7 +4671,11 @@ class GRPOEpisodeTrainer(EpisodeTrainer, GRPOTrainer):
 
 # -------------------------------------------------------------------------------------------- main
 def main():
-    """Train, pack and score one policy; return the exit code. Raises UserError before step 1."""
+    """Train, pack and score one policy; return the exit code.
+
+    Raises UserError: of settings and files before step 1; later of rewards, and of a start that
+    learns nothing.
+    """
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
     runtime = start_runtime(settings.device)

@@ -106,7 +106,7 @@ class Settings:
     prompts_per_step: int = bounded(32, 1)  # over all ranks
     group_size: int = bounded(8, 1)  # samples of a prompt
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
-    # of the distribution; 0: always the likeliest token
+    # of the distribution that samples; sample.py takes 0: always the likeliest token
     temperature: float = bounded(0.5, 0.01, 100.0)
     # objective
     # of advantages: 0 trusts the next value, 1 the rewards alone
@@ -3765,9 +3765,9 @@ MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reporte
 class Answer:
     """A sampled answer to a query."""
 
-    query: object  # a string, or a dict with `prompt`
+    query: object  # a string, a dict with `prompt`, or the Episode of a conversation
     prompt: list[int]
-    text: str
+    text: str  # of a conversation all of it, what the environment says, too
     ids: list[int]
     logps: list[float]  # of the ids, by the sampler; None where the policy did not draw them
     finished: bool  # whether a stop token ended it
@@ -3792,18 +3792,18 @@ def prompts_unit(settings, ranks):
     return unit
 
 
-def deal(costs, ranks, unit):
+def deal(costs, ranks, size):
     """Return for each rank the numbers of the queries that it answers.
 
-    costs: of each query. Every mini-batch, `unit` queries in a row, is split evenly: its queries go
+    costs: of each query. Every mini-batch, `size` queries in a row, is split evenly: its queries go
     out in order of falling cost, one to each rank, and the costliest of them to the rank that has
     the least so far.
     """
     shares = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for start in range(0, len(costs), unit):
-        order = sorted(range(start, start + unit), key=lambda number: -costs[number])
-        for first in range(0, unit, ranks):
+    for start in range(0, len(costs), size):
+        order = sorted(range(start, start + size), key=lambda number: -costs[number])
+        for first in range(0, size, ranks):
             lightest = sorted(range(ranks), key=loads.__getitem__)
             for rank, number in zip(lightest, order[first : first + ranks], strict=True):
                 shares[rank].append(number)
@@ -4002,9 +4002,9 @@ class PolicyTrainer:
         """Return GROUP_SIZE Answers to each query of this rank's share of a step's queries."""
         begin = time.perf_counter()
         settings = self.settings
-        unit = len(queries) // settings.mini_batches
+        size = len(queries) // settings.mini_batches
         costs = list(map(self.cost, queries))
-        share = deal(costs, self.runtime.world_size, unit)[self.runtime.rank]
+        share = deal(costs, self.runtime.world_size, size)[self.runtime.rank]
         seeds = [(settings.seed, step, number) for number in share]
         queries = [queries[number] for number in share]
         answers = self.sample(queries, settings.group_size, settings.temperature, seeds)
@@ -4012,11 +4012,11 @@ class PolicyTrainer:
         return answers
 
     def rewards(self, answers):
-        """Return the rewards of answers (n,)."""
+        """Return the rewards of answers (n,), which train; held-out answers have grades."""
         return sum_rewards(self.reward_funcs, answers)
 
     def grades(self, answers, reward):
-        """Return the numbers (n,) by which answers are right from 1 on; reward: see load_reward."""
+        """Return a number for each answer (n,), which is right from 1 on; reward: see load_reward."""
         return sum_rewards([reward], answers)
 
     def make_rollout(self, answers, rewards, values, begin):
@@ -4038,8 +4038,8 @@ class PolicyTrainer:
         is_silent = (groups == groups[:, :1]).all(1).repeat_interleave(groups.size(1))
         lengths = torch.tensor([len(answer.ids) - answer.logps.count(None) for answer in answers])
         finished = torch.tensor([answer.finished for answer in answers])
-        values = torch.stack([rewards, is_silent, lengths, finished])
-        mean, variance = moments(values, self.runtime)
+        facts = torch.stack([rewards, is_silent, lengths, finished])
+        mean, variance = moments(facts, self.runtime)
         count = len(rows) * self.runtime.world_size
         metrics = {
             "reward": mean[0],
@@ -4071,7 +4071,10 @@ class PolicyTrainer:
         return {**rollout.metrics, **self.update(rollout)}
 
     def train(self, reward_function=None):
-        """Take ITERATIONS steps over train_dataset; return the metrics of each, see train_step."""
+        """Take ITERATIONS steps over train_dataset; return the metrics of each, see train_step.
+
+        All steps have LEARNING_RATE: schedule, averages, QAT and clock are main's.
+        """
         settings = self.settings
         if not (settings.iterations and self.dataset):
             raise UserError(
@@ -4581,7 +4584,11 @@ class PPOTrainer(JudgedTrainer, Saved):
 
 # -------------------------------------------------------------------------------------------- main
 def main():
-    """Train, pack and score one policy; return the exit code. Raises UserError before step 1."""
+    """Train, pack and score one policy; return the exit code.
+
+    Raises UserError: of settings and files before step 1; later of rewards, and of a start that
+    learns nothing.
+    """
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
     runtime = start_runtime(settings.device)

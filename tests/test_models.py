@@ -16,6 +16,7 @@ from test_weights import save
 import quantize as Q
 import sample
 import train_gpt as T
+import train_grpo
 import train_sft as S
 from conftest import ROOT, Place, environment, start, write_lines
 
@@ -810,6 +811,23 @@ def test_rendered_conversations_have_the_ids_of_transformers(chats, name, talk):
     said_name, _ = S.parse_row(row, ours, S.Settings())
     some = len(answers) > len(expected)
     assert said_name == ("messages (of 2 answers 1 learned)" if some else "messages")
+
+
+AFTER_ANSWER = {  # what follows the token that ends an answer, up to where the next one begins
+    "chatml": "\n<|im_start|>user\n{0}<|im_end|>\n<|im_start|>assistant\n",
+    "headers": "<|im_start|>user\n\n{1}<|im_end|><|im_start|>assistant\n\n",
+    "thoughts": "\n<|im_start|>user\n{0}<|im_end|>\n<|im_start|>assistant\n",
+    "thinking": "\n<|im_start|>user\n{0}<|im_end|>\n<|im_start|>assistant\n<think>\n",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_an_environment_says_is_a_turn_of_the_template(chats, name):
+    """Also a text that stands in the prompt of the next answer, in another turn, or is none."""
+    theirs, ours, _ = chats(TEMPLATES[name])
+    for text in ("x.o......", " 4 to 7\n", "s", "start", "an", "<think>", "user", ".", ""):
+        ids = train_grpo.observation_ids(ours, text)
+        assert theirs.decode(ids) == AFTER_ANSWER[name].format(text, text.strip()), text
 
 
 def test_tokens_of_a_conversation(chats):
