@@ -52,7 +52,20 @@ class Game:
 
 GAMES = {
     "tictactoe": Game("tictactoe.py:Random", 1000, {}),
-    "guess": Game("guess.py:Guess", 150, dict(max_turns=3, discount=0.9, max_new_tokens=50)),
+    "guess": Game(
+        "guess.py:Guess",
+        150,
+        dict(
+            max_turns=3,
+            discount=0.9,
+            max_new_tokens=50,
+            prompts_per_step=16,
+            group_size=16,
+            learning_rate=0.0005,
+            mini_batches=2,
+            kl_beta=0.02,
+        ),
+    ),
     "calculator": Game(
         "calculator.py:Calculator",
         600,
