@@ -2633,7 +2633,7 @@ def check_modes(settings):
     read = {"mode", "artifact", "seed", "device", "compile"}
     if kind == "score":
         kind = settings.score
-        read |= {"score", "score_file"}
+        read |= {"score", "score_file", "kernels"}
     read |= {*READ_SETTINGS[kind].split()}
     for setting in fields(settings):
         value = getattr(settings, setting.name)

@@ -4376,7 +4376,7 @@ class JudgedExam(Exam):
 
 
 # --------------------------------------------------------------------------------------- objective
-VALUE_COEF = 0.1  # weight of the value loss; 1 and 5 gained less with a head (docs/ppo.md)
+VALUE_COEF = 0.1  # weight of the value loss; 1 and 5 gained less with a head
 # What an update sums over its tokens, in the order of ppo_loss.
 METRICS = (
     "entropy policy_loss value_loss clip_active clip_outside value_clip approx_kl sampler_gap"

@@ -356,9 +356,13 @@ def test_the_command_for_two_nodes(place):
     command = command.replace("HOST:29400", f"localhost:{port}").replace(
         "proc_per_node=8", "proc_per_node=1"
     )
-    words = command.split()[1:]
-    assert command.startswith("SHARD=1 torchrun ") and words[-1] == "train_sft.py"
-    run = [sys.executable, "-m", "torch.distributed.run", *words[1:-1], ROOT / words[-1]]
-    nodes = [subprocess.Popen(run, env=place.environment("nodes")) for _ in range(2)]
+    words = command.split()
+    begin = words.index("torchrun")
+    settings = dict(word.split("=") for word in words[:begin])
+    assert settings["SHARD"] == "1" and words[-1] == "train_sft.py"
+    # The batch fits 16 ranks, too.
+    assert int(settings["TRAIN_BATCH_TOKENS"]) % (16 * S.Settings.train_seq_len) == 0
+    run = [sys.executable, "-m", "torch.distributed.run", *words[begin + 1 : -1], ROOT / words[-1]]
+    nodes = [subprocess.Popen(run, env=place.environment("nodes", **settings)) for _ in range(2)]
     assert [node.wait(200) for node in nodes] == [0, 0]
     assert place.result("nodes")["world_size"] == 2
