@@ -477,9 +477,9 @@ def test_prompts_are_the_turns_before_the_last_answer():
 
 
 def test_a_score_reads_kernels_and_generation_does_not():
-    assert S.Settings(mode="score", score_path="x", kernels="auto").kernels == "auto"
+    S.check_modes(S.Settings(mode="score", score_path="x", kernels="auto"))
     with pytest.raises(S.UserError, match="KERNELS='auto': not read with MODE=generate"):
-        S.Settings(kernels="auto")
+        S.check_modes(S.Settings(kernels="auto"))
 
 
 NO_MODEL = "must be a run, a checkpoint or an artifact"
