@@ -4565,7 +4565,8 @@ def policy_loss(logps, batch, settings):
 
     The loss is the clipped surrogate (arXiv 1707.06347, equation 7) with a band that may be
     asymmetric (2503.14476), plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. An
-    active clip leaves KL_BETA's gradient alone. The sampler gap is |log p_old - what the sampler computed|.
+    active clip leaves KL_BETA's gradient alone. The sampler gap is |log p_old - what the sampler
+    computed|.
     """
     advantages = batch.advantages[:, None]
     low = 1 - settings.left_clip_range

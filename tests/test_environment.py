@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_objective import policy
+from test_objective import TRAINERS, policy
 
 import train_grpo as G
 import train_gspo as P
@@ -18,7 +18,6 @@ from conftest import BYTES, ROOT, blocks, environment, load_tool, start
 pytestmark = pytest.mark.usefixtures("one_thread")
 both = pytest.mark.parametrize("M", [G, P], ids=["grpo", "gspo"])
 EPISODE_TRAINERS = {G: G.GRPOEpisodeTrainer, P: P.GSPOEpisodeTrainer}
-TRAINERS = {G: G.GRPOTrainer, P: P.GSPOTrainer}
 
 
 class Counting:

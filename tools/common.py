@@ -166,6 +166,14 @@ def call_script(*words, quiet: bool = False, **settings) -> None:
     subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=output)
 
 
+def has_ended(run: Path) -> bool:
+    """Return whether a run has ended; what is left of one that was broken off is deleted."""
+    if (run / "result.json").is_file():
+        return True
+    shutil.rmtree(run, ignore_errors=True)
+    return False
+
+
 def start_run(
     script: Path, folder: Path, config: str, settings: dict[str, str], threads: int
 ) -> str:

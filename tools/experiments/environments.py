@@ -20,7 +20,6 @@ what the seeds differ by stands beside.
 import argparse
 import functools
 import json
-import shutil
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
-from common import ROOT, call_script, load_script, markdown_table, parse_set
+from common import ROOT, call_script, has_ended, load_script, markdown_table, parse_set
 
 EXAMPLES = ROOT / "docs" / "examples"
 CONFIG = ROOT / "configs" / "environment.env"
@@ -114,14 +113,6 @@ def environment_of(game: Game, arm: str, out: Path) -> str:
     control = out / f"coin_{file}"
     control.write_text(CONTROL.format(path=str(EXAMPLES / file), name=name), encoding="utf-8")
     return f"{control}:Coin"
-
-
-def has_ended(run: Path) -> bool:
-    """Return whether a run has ended; what is left of one that was broken off is deleted."""
-    if (run / "result.json").is_file():
-        return True
-    shutil.rmtree(run, ignore_errors=True)
-    return False
 
 
 def make_start(name: str, seed: int, out: Path) -> None:

@@ -1,13 +1,13 @@
 """Take small models of published layouts through all that is done with them, on a CPU.
 
-    python tools/experiments/real_models.py [--layouts qwen3_5 llama] [--out /tmp/real] [--write docs/lab/FILE]
+    python tools/experiments/real_models.py [--layouts qwen3_5 llama] [--out runs/real] [--write docs/lab/FILE]
 
 For each layout: a tokenizer of its kind is trained, train_gpt.py trains a network of its preset on
 sums (120 s), and `quantize.py export` and the tokenizer's files make the folder of a published
 model. It knows the sums, and writes answers in four forms. From there a user goes on: import, ten steps
 of supervised fine-tuning, GRPO and GSPO (100 s each) with the strict reward of GSM8K, export in the
 form of the original. The last step compares greedy answers with those of transformers. A run that
-has ended is not repeated.
+has ended is not repeated, and one that was broken off begins anew.
 
 Needs transformers and tokenizers. Gains are of held-out problems, with 95% intervals, paired.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
-from common import ROOT, call_script, load_script, markdown_table
+from common import ROOT, call_script, has_ended, load_script, markdown_table
 
 PROBLEMS = "data/tasks.py"
 LAYOUTS = {
@@ -165,11 +165,11 @@ def post_train(layout: str, out: Path, folder: Path) -> dict[str, dict]:
     if not (runs / "imported").is_dir():
         call_script("quantize.py", "import", folder, runs / "imported")
     problems = out / "sums.jsonl"
-    if not (runs / "SFT" / "result.json").is_file():
+    if not has_ended(runs / "SFT"):
         given = dict(out_dir=runs, init_from=runs / "imported")
         call_script("train_sft.py", run_id="SFT", train_files=problems, **given, **SPEED, **TUNING)
     for name, script in RL_SCRIPTS.items():
-        if not (runs / name / "result.json").is_file():
+        if not has_ended(runs / name):
             (start,) = (runs / "SFT").glob("step_*")
             given = dict(out_dir=runs, init_from=start, max_wallclock_seconds=100)
             call_script(script, run_id=name, train_files=problems, **given, **SPEED, **RL)
