@@ -1660,9 +1660,8 @@ class GPT(nn.Module):
         self.compiled = False  # whether a Decoder compiles its steps
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = nn.Parameter(torch.zeros_like(self.embed))
+        is_tied = config.tie_embeddings
+        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std

@@ -1852,9 +1852,8 @@ class GPT(nn.Module):
         self.compiled = False  # whether a Decoder compiles its steps
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = nn.Parameter(torch.zeros_like(self.embed))
+        is_tied = config.tie_embeddings
+        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -2253,7 +2252,7 @@ def load_model(name, path):
         # The file's own pages are the weights: they are read once, and copied where they change.
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
-        sha256 = sha256_file(beside[0]) if beside else None
+        sha256 = shape.get("tokenizer_sha256")
     else:
         try:
             header, tensors, _ = read_artifact(file)
@@ -2311,14 +2310,13 @@ ROOM = 64  # tokens for which a Decoder makes room at a time
 
 @dataclass
 class Sample:
-    """What followed a prompt.
+    """What followed a prompt. The first answer ends it, or a subclass has a method `reply`.
 
-    reply: function of the sample that is called when a stop token ends an answer. It returns ids
-    with which the text goes on before the next answer; with none the sample ends. None: the first
-    answer ends it.
+    It is called when a stop token ends an answer, and returns ids with which the text goes on
+    before the next answer. With none the sample ends.
     """
 
-    reply: Callable = None
+    reply = None  # no field
     ids: list[int] = field(default_factory=list)  # stop tokens included
     # of the ids where they were drawn: 0 for greedy ones, None for ids of a reply
     logps: list[float] = field(default_factory=list)
@@ -2332,7 +2330,7 @@ class Sample:
         self.ids.append(token)
         self.logps.append(logp)
         if token in stop:
-            self.given = self.reply(self) if self.reply else []
+            self.given = self.reply() if self.reply else []
             self.finished = not self.given
         return token
 
@@ -2507,15 +2505,14 @@ def draw(logits, temperature, uniform, truncate=None):
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
 def generate(
-    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, replies=None
+    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, samples=None
 ):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end an answer. replies: of each sample, see Sample. See `draw`.
+    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`.
     """
-    next_reply = iter(replies or itertools.repeat(None))
-    samples = []
+    samples = samples or [Sample() for _ in range(len(prompts) * count)]
     # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
     texts = min(4096, 2**28 // network.config.vocab_size)
     share = max(1, texts // count)  # prompts in a batch
@@ -2528,8 +2525,8 @@ def generate(
         draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
         decoder = Decoder(network, prompts[batch])
         decoder.take([row // count for row in range(len(draws))])
-        live = [Sample(next(next_reply)) for _ in draws]  # those that the decoder goes on with
-        samples += live
+        # Those that the decoder goes on with.
+        live = samples[start * count : (start + share) * count]
         picks = None
         step = 0
         while step < max_new_tokens:
@@ -2544,7 +2541,7 @@ def generate(
             running = [row for row, sample in enumerate(live) if not sample.finished]
             if not running:
                 break
-            if replies:
+            if live[0].reply:
                 # What all texts are told is read at once, not token by token.
                 told = min(len(live[row].given) for row in running)
                 told = min(told, max_new_tokens - step)

@@ -1834,9 +1834,8 @@ class GPT(nn.Module):
         self.compiled = False  # whether a Decoder compiles its steps
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = nn.Parameter(torch.zeros_like(self.embed))
+        is_tied = config.tie_embeddings
+        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -2181,16 +2180,12 @@ class Optimizers:
         adam = torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)
         self.all.append(adam)
 
-        grouped = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
         for optimizer in self.all:
             optimizer.state = self.state
             for group in optimizer.param_groups:
                 # A tensor on the device: compiled code is not traced again when it changes.
                 group["lr"] = torch.tensor(group["base_lr"], device=runtime.device)
-                grouped += group["params"]
-        # A parameter in no group would never train; one in two groups would train twice.
-        assert len(grouped) == len(set(grouped)) == len(self.params)
 
     def reduce_gradients(self, runtime, clip, extra):
         """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
@@ -3003,7 +2998,7 @@ def load_model(name, path):
         # The file's own pages are the weights: they are read once, and copied where they change.
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
-        sha256 = sha256_file(beside[0]) if beside else None
+        sha256 = shape.get("tokenizer_sha256")
     else:
         try:
             header, tensors, _ = read_artifact(file)
@@ -3552,13 +3547,12 @@ def epoch_numbers(parts, seed, epoch):
 def row_features(network, batch):
     """Return the features of rows (B, T, dim) for batch.ids and batch.doc (B, T), padded on the right.
 
-    On CUDA rows are padded to a multiple of 256 tokens: each new length would take up to a second,
-    to be compiled or planned.
+    On CUDA rows are padded to a multiple of 256 tokens, or to the model's context: each new length
+    would take up to a second, to be compiled or planned.
     """
     length = batch.ids.size(1)
-    more = -length % 256 if batch.ids.is_cuda else 0
-    if more and network.config.positions == "learned":
-        more = max(0, min(more, network.config.train_seq_len - length))
+    room = max(0, network.config.train_seq_len - length)
+    more = min(-length % 256, room) if batch.ids.is_cuda else 0
     ids, doc = (F.pad(x, (0, more)) for x in (batch.ids, batch.doc))
     return network.features(ids, doc=doc)[:, :length]
 
@@ -3593,11 +3587,10 @@ def held_out_metrics(scores):
     return {f"held_out/{name}": np.ravel(value)[0] for name, value in scores.items()}
 
 
-def score_table(columns, names, number):
+def score_table(columns, names):
     """Return scores as a table for the log. columns: title -> name of a score -> its value.
 
-    A value is a number, or a mean and the ends of its interval; `number` is the format of these.
-    names: of the scores to show.
+    A value is a number, or a mean and the ends of its interval. names: of the scores to show.
     """
     lines = ["".join(f"  {title:>30s}" for title in ["", *columns])]
     for name in names:
@@ -3605,7 +3598,7 @@ def score_table(columns, names, number):
         for scores in columns.values():
             value = scores.get(name, "")
             if isinstance(value, list):
-                value = "{0:{3}} [{1:{3}}, {2:{3}}]".format(*value, number)
+                value = "{:.4f} [{:.4f}, {:.4f}]".format(*value)
             line += f"  {value:>30}"
         lines.append(line)
     return "\n".join(lines)
@@ -3619,46 +3612,29 @@ def score_table(columns, names, number):
 HANG_SECONDS = 120.0
 
 
-def load_start(settings, runtime):
-    """Return the network of INIT_FROM, on the runtime's device, its tokenizer, and their file.
-
-    Raises UserError.
-    """
+def load_start(settings):
+    """Return the network of INIT_FROM, on the CPU, its tokenizer, and their file, or UserError."""
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     network, tokenizer, source = load_model("INIT_FROM", settings.init_from)
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
-    return network.to(runtime.device), tokenizer, source
+    return network, tokenizer, source
 
 
-def adapt(network, settings):
+def adapt(network, settings, device):
     """With LORA_RANK, put adapters on the network, and train these alone.
 
-    On CUDA the network computes in bfloat16, so its frozen weights are kept in it.
+    On CUDA it will compute in bfloat16, so its frozen matrices are kept in it. Vectors are not:
+    they are small, and some pass through exp and softplus.
     """
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        freeze(network, torch.bfloat16 if network.embed.is_cuda else None)
-
-
-def freeze(network, dtype):
-    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given."""
-    for name, param in network.named_parameters():
-        param.requires_grad_(".lora_" in name)
-    if dtype:
-        narrow_frozen(network, dtype)
-
-
-def narrow_frozen(network, dtype):
-    """Keep the weights that are not trained, but for vectors, in a dtype.
-
-    Vectors are small, and some pass through exp and softplus.
-    """
-    for param in network.parameters():
-        if not param.requires_grad and param.ndim > 1:
-            param.data = param.data.to(dtype)
+        for name, param in network.named_parameters():
+            param.requires_grad_(".lora_" in name)
+            if device.type == "cuda" and not param.requires_grad and param.ndim > 1:
+                param.data = param.data.bfloat16()
 
 
 def policy_optimizers(network, settings, runtime):
@@ -3691,14 +3667,8 @@ def check_sharding(settings):
         raise UserError("SHARD=1: must be 0 without torchrun, which starts the ranks")
     if settings.optimizer == "muon":
         raise UserError("OPTIMIZER='muon': must be adamw, lion or adamw8bit with SHARD=1")
-    for name in ("compile", "teacher"):
-        if getattr(settings, name, ""):
-            raise UserError(f"SHARD=1: must be 0 with {name.upper()}")
-
-
-def loading_runtime(settings, runtime):
-    """Return the runtime for load_start: a network that is to be sharded stays on the CPU at first."""
-    return replace(runtime, device=torch.device("cpu")) if settings.shard else runtime
+    if settings.compile or getattr(settings, "teacher", ""):
+        raise UserError("SHARD=1: must be 0 with COMPILE=1 or a TEACHER")
 
 
 def shard_network(network, device):
@@ -3708,8 +3678,6 @@ def shard_network(network, device):
     and dropped behind it. What the network holds itself, such as embedding and head, is whole from
     `features` until `reshard` or the end of the backward pass, so `logits` may use it.
     """
-    if device.type == "cuda":
-        narrow_frozen(network, torch.bfloat16)  # as `adapt` does with a network that is on CUDA
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for module in [*network.mixers, *network.blocks, network]:
         fully_shard(module, mesh=mesh)
@@ -3877,16 +3845,19 @@ def fit_network(network, tokenizer, source, settings):
     return grow_roles(network, tokenizer)
 
 
-def open_run(settings, steps, network, tokenizer, runtime, data_sha256, kept):
-    """Return an open Run of at most `steps` steps (0: no limit), and the checkpoint to load or None.
+# Settings that must not change when a run is resumed.
+IDENTITY = (
+    "seed lora_rank train_files val_files eval_prompts train_on train_batch_tokens teacher kd_loss "
+    "objective pairs_per_step"
+).split()
 
-    kept: names of settings that must not change when the run is resumed, beside those of every run.
-    """
+
+def open_run(settings, steps, network, tokenizer, runtime, data_sha256):
+    """Return an open Run of at most `steps` steps (0: no limit), and the checkpoint to load or None."""
     timing = replace(settings, iterations=steps)
     plan = Plan(timing)
     clock = Clock(timing, runtime, replayed_progress(settings))
-    names = f"seed lora_rank train_files val_files eval_prompts {kept}".split()
-    identity = {name: getattr(settings, name) for name in names}
+    identity = {name: getattr(settings, name, None) for name in IDENTITY}
     identity |= {"data_sha256": data_sha256, "tokenizer_sha256": tokenizer.sha256}
     identity |= asdict(network.config)
     run = Run(settings, runtime, plan, clock, identity)
@@ -3935,8 +3906,9 @@ class Finetuner:
         self.table = quant_table(settings)
         self.qat = False  # whether weights are rounded as in the artifact
         self.params = [param for param in network.parameters() if param.requires_grad]
-        self.optimizers = policy_optimizers(nn.ModuleList([network, *modules]), settings, runtime)
-        if self.settings.shard:
+        trained = nn.ModuleList([network, *modules]).to(runtime.device)
+        self.optimizers = policy_optimizers(trained, settings, runtime)
+        if settings.shard:
             self.optimizers = ShardedOptimizers(self.optimizers)
             self.params = [*self.optimizers.params]
         self.averages = {}
@@ -3944,7 +3916,7 @@ class Finetuner:
             if getattr(settings, name):
                 self.averages[name] = Average(self.params, memory)
         self.parts = {"network": network, "optimizers": self.optimizers, **self.averages}
-        if self.settings.shard:
+        if settings.shard:
             for name, part in self.parts.items():
                 self.parts[name] = ShardedPart(part, network.embed.device_mesh)
         if settings.compile:
@@ -4004,7 +3976,6 @@ def choose_weights(trainer, loss, log):
             losses[name] = loss()
         log(f"weights: {name}, loss {losses[name]:.4f}")
     chosen = min(losses, key=losses.get)
-    log(f"weights: {chosen} chosen")
     torch._foreach_copy_(params, candidates[chosen])
     return chosen
 
@@ -4034,7 +4005,7 @@ def finish(run, trainer, tokenizer, metrics, loss):
     config = trainer.network.config
     state = trainer.parts["network"].state_dict()
     content = b""
-    if run.runtime.rank == 0 or not trainer.settings.shard:  # other ranks have rows of it alone
+    if run.runtime.rank == 0:  # of a sharded run the other ranks have rows alone
         state = merge_lora(assemble(config, state)).state_dict()
         content = pack_artifact(
             state,
@@ -4239,9 +4210,8 @@ class DPOTrainer(Finetuner, Saved):
     """A policy, or with OBJECTIVE=reward a reward model, that learns from pairs."""
 
     STATE = ("start",)
-    start = (
-        None  # scores before the first step: the reference's of all pairs, and of held-out pairs
-    )
+    # Scores before the first step: the reference's of all pairs, and of held-out pairs.
+    start = None
 
     @property
     def is_reward(self):
@@ -4297,10 +4267,10 @@ def reference_scores(trainer, parts, data_sha256, run):
     digest = hashlib.sha256(text.encode())
     for tensor in trainer.parts["network"].state_dict().values():
         digest.update(widened(tensor).cpu().numpy().tobytes())  # NumPy has no bfloat16
-    path = run.folder.parent / "cache" / f"reference_{digest.hexdigest()[:32]}.npy"
+    path = run.folder.parent / "cache" / f"reference_{digest.hexdigest()[:32]}.float64"
     scores = None
     if run.runtime.rank == 0 and path.is_file():
-        scores = np.load(path)
+        scores = np.fromfile(path).reshape(-1, 2)
     scores = run.runtime.agree(scores)
     if scores is not None:
         run.log(f"reference: log-probabilities read from {path}")
@@ -4308,10 +4278,8 @@ def reference_scores(trainer, parts, data_sha256, run):
     # Each list has its own batches, so that scores of the held-out pairs are equal to the bit.
     scores = torch.cat([trainer.score(part) for part in parts])
     if run.runtime.rank == 0:
-        buffer = io.BytesIO()
-        np.save(buffer, scores.numpy())
         path.parent.mkdir(exist_ok=True)
-        replace_file(path, buffer.getvalue())
+        replace_file(path, scores.numpy().tobytes())
     run.log(f"reference: log-probabilities made and stored in {path}")
     return scores
 
@@ -4328,7 +4296,7 @@ def main():
         )
 
     # policy, pairs and run
-    network, tokenizer, source = load_start(settings, loading_runtime(settings, runtime))
+    network, tokenizer, source = load_start(settings)
     tokenizer = fit_network(network, tokenizer, source, settings)
     is_reward = settings.objective == "reward"
     if is_reward and not hasattr(network, "w_value"):
@@ -4337,13 +4305,7 @@ def main():
     parse = functools.partial(parse_pair, tokenizer=tokenizer, settings=settings)
     data = read_examples(settings, parse, notes.append)
     run, checkpoint = open_run(
-        settings,
-        settings.iterations,
-        network,
-        tokenizer,
-        runtime,
-        data.sha256,
-        "objective pairs_per_step",
+        settings, settings.iterations, network, tokenizer, runtime, data.sha256
     )
     log = run.log
     clock = run.clock
@@ -4354,30 +4316,28 @@ def main():
         rng = np.random.default_rng([settings.seed, 0, epoch])
         return rng.permutation(epoch_numbers(data.parts, settings.seed, epoch)).tolist()
 
+    epoch_pairs = len(epoch_order(0))
+
     def pairs_of(numbers):
         """Return the numbers in data.train of the pairs that the run reads."""
-        epoch_pairs = len(epoch_order(0))
         return [epoch_order(number // epoch_pairs)[number % epoch_pairs] for number in numbers]
 
     log(f"policy: {source}, layers {network.config.layers}")
-    adapt(network, settings)
+    adapt(network, settings, runtime.device)
     if is_reward:
         network.w_value.requires_grad_(True)  # beside adapters, too
     trainer = DPOTrainer(network, settings, runtime)
-    run.parts.update(
-        trainer=trainer,
-        **trainer.parts,
-    )
+    run.parts.update(trainer=trainer, **trainer.parts)
     log(f"parameters: {name_values(count_parameters(network))}")
-    log(f"batch: an epoch is {len(epoch_order(0))} pairs in steps of {settings.pairs_per_step}")
+    log(f"batch: an epoch is {epoch_pairs} pairs in steps of {settings.pairs_per_step}")
+    parts = [data.train, data.choice, data.held_out]
     if checkpoint:
         run.load(checkpoint)
     else:
-        parts = [data.train, data.choice, data.held_out]
         reference = reference_scores(trainer, parts, data.sha256, run)
         trainer.start = [reference, trainer.score(data.held_out)]
-    sizes = [len(data.train), len(data.choice), len(data.held_out)]
     reference, held_out_start = [scores.cpu() for scores in trainer.start]
+    sizes = [len(part) for part in parts]
     reference, choice_reference, held_out_reference = reference.split(sizes)
 
     def measure(scores):
@@ -4387,7 +4347,7 @@ def main():
     summaries = {"before": pair_summary(before)}
     if not checkpoint:
         log.metrics(0, held_out_metrics(summaries["before"]))
-    log(score_table(summaries, summaries["before"], ".4g"))
+    log(score_table(summaries, summaries["before"]))
     log(
         "note: accuracy counts pairs whose chosen reward is greater, not equal. Before the first "
         "step policy and reference are one and a reward head is new, so all rewards and the "
@@ -4400,23 +4360,23 @@ def main():
     stop_signal = StopSignal()
     clock.start()
     while True:
-        last_step = clock.is_last(run.step)
         trainer.qat = run.plan.is_on("qat")  # also in the scores of a run that was resumed
         if stop_signal.number and not runtime.distributed:
             stopping = True  # a single process need not ask other ranks
+        last_step = stopping or clock.is_last(run.step)  # run.step steps are finished
         faulthandler.cancel_dump_traceback_later()
 
         # 1. Score and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
-        if val_is_due and run.step and not (last_step or stopping):
+        if val_is_due and run.step and not last_step:
             with clock.paused():
                 scores = pair_summary(measure(trainer.score(data.held_out)))
             log.metrics(run.step, held_out_metrics(scores))
         save_is_due = settings.save_every and run.step % settings.save_every == 0
-        if last_step or stopping or save_is_due:
+        if last_step or save_is_due:
             with clock.paused():
                 run.save()
-        if last_step or stopping:
+        if last_step:
             break
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
 
@@ -4448,7 +4408,7 @@ def main():
             "grad_norm": norm,
             "lr_mul": multiplier,
             "progress": progress,
-            "passes": (run.step + 1) * settings.pairs_per_step / len(epoch_order(0)),
+            "passes": (run.step + 1) * settings.pairs_per_step / epoch_pairs,
         }
         run.step += 1
 
@@ -4472,10 +4432,9 @@ def main():
         if not name.startswith("longer")  # too few pairs may differ in length
     }
     log.metrics(run.step, held_out_metrics(summaries["after"]))
-    log(score_table(summaries, summaries["before"], ".4g"))
+    log(score_table(summaries, summaries["before"]))
     facts |= {
         **summaries,
-        "objective": settings.objective,
         "init_from": source,
         "train_pairs": len(data.train),
         "total_seconds": time.perf_counter() - begin,

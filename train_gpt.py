@@ -1746,9 +1746,8 @@ class GPT(nn.Module):
         self.compiled = False  # whether a Decoder compiles its steps
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = nn.Parameter(torch.zeros_like(self.embed))
+        is_tied = config.tie_embeddings
+        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -2104,16 +2103,12 @@ class Optimizers:
         adam = torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)
         self.all.append(adam)
 
-        grouped = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
         for optimizer in self.all:
             optimizer.state = self.state
             for group in optimizer.param_groups:
                 # A tensor on the device: compiled code is not traced again when it changes.
                 group["lr"] = torch.tensor(group["base_lr"], device=runtime.device)
-                grouped += group["params"]
-        # A parameter in no group would never train; one in two groups would train twice.
-        assert len(grouped) == len(set(grouped)) == len(self.params)
 
     def reduce_gradients(self, runtime, clip, extra):
         """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
@@ -3738,22 +3733,22 @@ def main():
     stop_signal = StopSignal()
     clock.start()
     while True:
-        last_step = clock.is_last(run.step)  # run.step steps are finished
         if stop_signal.number and not runtime.distributed:
             stopping = True  # a single process need not ask other ranks
+        last_step = stopping or clock.is_last(run.step)  # run.step steps are finished
         faulthandler.cancel_dump_traceback_later()
 
         # 1. Validate and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
-        if val_is_due and run.step and not (last_step or stopping):
+        if val_is_due and run.step and not last_step:
             with clock.paused():
                 score = scorer.score(model, data.val)
             log.metrics(run.step, {"val_loss": score.loss, "val_bpb": score.bpb})
         save_is_due = settings.save_every and run.step % settings.save_every == 0
-        if last_step or stopping or save_is_due:
+        if last_step or save_is_due:
             with clock.paused():
                 run.save()
-        if last_step or stopping:
+        if last_step:
             break
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
 

@@ -1685,9 +1685,8 @@ class GPT(nn.Module):
         self.compiled = False  # whether a Decoder compiles its steps
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = nn.Parameter(torch.zeros_like(self.embed))
+        is_tied = config.tie_embeddings
+        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -2032,16 +2031,12 @@ class Optimizers:
         adam = torch.optim.AdamW(adam_groups, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)
         self.all.append(adam)
 
-        grouped = []
         self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
         for optimizer in self.all:
             optimizer.state = self.state
             for group in optimizer.param_groups:
                 # A tensor on the device: compiled code is not traced again when it changes.
                 group["lr"] = torch.tensor(group["base_lr"], device=runtime.device)
-                grouped += group["params"]
-        # A parameter in no group would never train; one in two groups would train twice.
-        assert len(grouped) == len(set(grouped)) == len(self.params)
 
     def reduce_gradients(self, runtime, clip, extra):
         """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
@@ -2810,7 +2805,7 @@ def load_model(name, path):
         # The file's own pages are the weights: they are read once, and copied where they change.
         tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
         beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
-        sha256 = sha256_file(beside[0]) if beside else None
+        sha256 = shape.get("tokenizer_sha256")
     else:
         try:
             header, tensors, _ = read_artifact(file)
@@ -3256,14 +3251,13 @@ ROOM = 64  # tokens for which a Decoder makes room at a time
 
 @dataclass
 class Sample:
-    """What followed a prompt.
+    """What followed a prompt. The first answer ends it, or a subclass has a method `reply`.
 
-    reply: function of the sample that is called when a stop token ends an answer. It returns ids
-    with which the text goes on before the next answer; with none the sample ends. None: the first
-    answer ends it.
+    It is called when a stop token ends an answer, and returns ids with which the text goes on
+    before the next answer. With none the sample ends.
     """
 
-    reply: Callable = None
+    reply = None  # no field
     ids: list[int] = field(default_factory=list)  # stop tokens included
     # of the ids where they were drawn: 0 for greedy ones, None for ids of a reply
     logps: list[float] = field(default_factory=list)
@@ -3277,7 +3271,7 @@ class Sample:
         self.ids.append(token)
         self.logps.append(logp)
         if token in stop:
-            self.given = self.reply(self) if self.reply else []
+            self.given = self.reply() if self.reply else []
             self.finished = not self.given
         return token
 
@@ -3452,15 +3446,14 @@ def draw(logits, temperature, uniform, truncate=None):
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
 def generate(
-    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, replies=None
+    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, samples=None
 ):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end an answer. replies: of each sample, see Sample. See `draw`.
+    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`.
     """
-    next_reply = iter(replies or itertools.repeat(None))
-    samples = []
+    samples = samples or [Sample() for _ in range(len(prompts) * count)]
     # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
     texts = min(4096, 2**28 // network.config.vocab_size)
     share = max(1, texts // count)  # prompts in a batch
@@ -3473,8 +3466,8 @@ def generate(
         draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
         decoder = Decoder(network, prompts[batch])
         decoder.take([row // count for row in range(len(draws))])
-        live = [Sample(next(next_reply)) for _ in draws]  # those that the decoder goes on with
-        samples += live
+        # Those that the decoder goes on with.
+        live = samples[start * count : (start + share) * count]
         picks = None
         step = 0
         while step < max_new_tokens:
@@ -3489,7 +3482,7 @@ def generate(
             running = [row for row, sample in enumerate(live) if not sample.finished]
             if not running:
                 break
-            if replies:
+            if live[0].reply:
                 # What all texts are told is read at once, not token by token.
                 told = min(len(live[row].given) for row in running)
                 told = min(told, max_new_tokens - step)
@@ -3623,13 +3616,12 @@ def problems_of_step(problems, step, count):
 def row_features(network, batch):
     """Return the features of rows (B, T, dim) for batch.ids and batch.doc (B, T), padded on the right.
 
-    On CUDA rows are padded to a multiple of 256 tokens: each new length would take up to a second,
-    to be compiled or planned.
+    On CUDA rows are padded to a multiple of 256 tokens, or to the model's context: each new length
+    would take up to a second, to be compiled or planned.
     """
     length = batch.ids.size(1)
-    more = -length % 256 if batch.ids.is_cuda else 0
-    if more and network.config.positions == "learned":
-        more = max(0, min(more, network.config.train_seq_len - length))
+    room = max(0, network.config.train_seq_len - length)
+    more = min(-length % 256, room) if batch.ids.is_cuda else 0
     ids, doc = (F.pad(x, (0, more)) for x in (batch.ids, batch.doc))
     return network.features(ids, doc=doc)[:, :length]
 
@@ -3664,11 +3656,10 @@ def held_out_metrics(scores):
     return {f"held_out/{name}": np.ravel(value)[0] for name, value in scores.items()}
 
 
-def score_table(columns, names, number):
+def score_table(columns, names):
     """Return scores as a table for the log. columns: title -> name of a score -> its value.
 
-    A value is a number, or a mean and the ends of its interval; `number` is the format of these.
-    names: of the scores to show.
+    A value is a number, or a mean and the ends of its interval. names: of the scores to show.
     """
     lines = ["".join(f"  {title:>30s}" for title in ["", *columns])]
     for name in names:
@@ -3676,7 +3667,7 @@ def score_table(columns, names, number):
         for scores in columns.values():
             value = scores.get(name, "")
             if isinstance(value, list):
-                value = "{0:{3}} [{1:{3}}, {2:{3}}]".format(*value, number)
+                value = "{:.4f} [{:.4f}, {:.4f}]".format(*value)
             line += f"  {value:>30}"
         lines.append(line)
     return "\n".join(lines)
@@ -3690,46 +3681,29 @@ def score_table(columns, names, number):
 HANG_SECONDS = 120.0
 
 
-def load_start(settings, runtime):
-    """Return the network of INIT_FROM, on the runtime's device, its tokenizer, and their file.
-
-    Raises UserError.
-    """
+def load_start(settings):
+    """Return the network of INIT_FROM, on the CPU, its tokenizer, and their file, or UserError."""
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     network, tokenizer, source = load_model("INIT_FROM", settings.init_from)
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
-    return network.to(runtime.device), tokenizer, source
+    return network, tokenizer, source
 
 
-def adapt(network, settings):
+def adapt(network, settings, device):
     """With LORA_RANK, put adapters on the network, and train these alone.
 
-    On CUDA the network computes in bfloat16, so its frozen weights are kept in it.
+    On CUDA it will compute in bfloat16, so its frozen matrices are kept in it. Vectors are not:
+    they are small, and some pass through exp and softplus.
     """
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        freeze(network, torch.bfloat16 if network.embed.is_cuda else None)
-
-
-def freeze(network, dtype):
-    """Train adapters alone, and keep all else that is no vector in a dtype, if one is given."""
-    for name, param in network.named_parameters():
-        param.requires_grad_(".lora_" in name)
-    if dtype:
-        narrow_frozen(network, dtype)
-
-
-def narrow_frozen(network, dtype):
-    """Keep the weights that are not trained, but for vectors, in a dtype.
-
-    Vectors are small, and some pass through exp and softplus.
-    """
-    for param in network.parameters():
-        if not param.requires_grad and param.ndim > 1:
-            param.data = param.data.to(dtype)
+        for name, param in network.named_parameters():
+            param.requires_grad_(".lora_" in name)
+            if device.type == "cuda" and not param.requires_grad and param.ndim > 1:
+                param.data = param.data.bfloat16()
 
 
 def policy_optimizers(network, settings, runtime):
@@ -3779,22 +3753,24 @@ MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reporte
 
 
 @dataclass
-class Answer:
+class Answer(Sample):
     """A sampled answer to a query."""
 
-    query: object  # a string, a dict with `prompt`, or the Episode of a conversation
-    prompt: list[int]
-    text: str  # of a conversation all of it, what the environment says, too
-    ids: list[int]
-    logps: list[float]  # of the ids, by the sampler; None where the policy did not draw them
-    finished: bool  # whether a stop token ended it
+    query: object = None  # a string, a dict with `prompt`, or the seed of a conversation
+    prompt: list[int] = ()
+    text: str = ""  # of a conversation all of it, what the environment says, too
+    advantage: float = 0.0  # for PPO the reward, from which it estimates those of the tokens
+
+    def length(self):
+        """Return the number of tokens that the policy drew."""
+        return len(self.ids) - self.logps.count(None)
 
 
 @dataclass
 class Rollout:
     """The answers of a step."""
 
-    rows: list[list[tuple]]  # of this rank, as make_batches takes them, by mini-batch
+    answers: list[list[Answer]]  # of this rank, by mini-batch
     metrics: dict[str, float]  # of all ranks
 
 
@@ -3872,31 +3848,34 @@ def sum_rewards(functions, answers):
     return sum(checked_rewards(function(**columns), answers) for function in functions)
 
 
-def make_batches(rows, device, tokens):
-    """Return rows (prompt ids, response ids, log-probabilities, advantage) as padded batches.
+def make_batches(answers, device, tokens):
+    """Return Answers as padded batches, a row for each.
 
-    Ids of a response whose log-probability is None are context alone: the policy did not draw them.
+    Ids of an answer whose log-probability is None are context alone: the policy did not draw them.
     A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
     enters a state. ids (B, T); doc (B, T), zeros, because a row is one document; targets (B, T),
-    the token after each if it is the response's, else -1; mask, where it is; sampled (B, T), the
+    the token after each if it is the answer's, else -1; mask, where it is; sampled (B, T), the
     log-probabilities; advantages (B,).
     """
-    rows = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+    answers = sorted(answers, key=lambda answer: len(answer.prompt) + len(answer.ids))
     batches = []
-    while rows:
-        count = max(1, tokens // (len(rows[-1][0]) + len(rows[-1][1]) - 1))
+    while answers:
+        longest = answers[-1]
+        count = max(1, tokens // (len(longest.prompt) + len(longest.ids) - 1))
         ids = []
         targets = []
         sampled = []
-        for prompt, response, logps, _ in rows[-count:]:
-            before = len(prompt) - 1  # positions that predict a token of the prompt
-            ids.append(torch.tensor([*prompt, *response[:-1]]))
-            pairs = zip(response, logps, strict=True)
+        for answer in answers[-count:]:
+            before = len(answer.prompt) - 1  # positions that predict a token of the prompt
+            ids.append(torch.tensor([*answer.prompt, *answer.ids[:-1]]))
+            pairs = zip(answer.ids, answer.logps, strict=True)
             drawn = [-1 if logp is None else token for token, logp in pairs]
             targets.append(torch.tensor([*[-1] * before, *drawn]))
-            sampled.append(torch.tensor([*[0.0] * before, *(logp or 0.0 for logp in logps)]))
+            logps = [logp or 0.0 for logp in answer.logps]
+            sampled.append(torch.tensor([*[0.0] * before, *logps]))
         ids = pad_sequence(ids, batch_first=True).to(device)
         targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
+        advantages = [answer.advantage for answer in answers[-count:]]
         batches.append(
             SimpleNamespace(
                 ids=ids,
@@ -3904,12 +3883,12 @@ def make_batches(rows, device, tokens):
                 targets=targets,
                 mask=targets >= 0,
                 sampled=pad_sequence(sampled, batch_first=True).to(device),
-                advantages=torch.tensor([row[3] for row in rows[-count:]], device=device),
+                advantages=torch.tensor(advantages, device=device),
                 old=None,
                 reference=None,
             )
         )
-        del rows[-count:]
+        del answers[-count:]
     return batches
 
 
@@ -3943,10 +3922,10 @@ class PolicyTrainer:
         runtime=None,
     ):
         self.settings = settings = args or Settings()
-        self.network = model
+        self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
+        self.network = model.to(self.runtime.device)
         self.tokenizer = tokenizer
         self.dataset = train_dataset
-        self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
         self.unit = prompts_unit(settings, self.runtime.world_size)
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else reward_funcs
         self.ref_model = None
@@ -3969,58 +3948,44 @@ class PolicyTrainer:
         """Return the context of the weights that sample and are scored: under QAT the rounded."""
         return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
 
-    def prompt_ids(self, queries):
-        """Return the ids of the prompts. Raises UserError if there is no room for an answer to one."""
-        turns = [[("<|user|>", prompt_of(query))] for query in queries]
-        prompts = [asked_ids(self.tokenizer, turn) for turn in turns]
-        self.check_room(prompts)
-        return prompts
+    def begin_answers(self, query, count):
+        """Return `count` Answers to a query that are yet to be sampled. Raises UserError."""
+        prompt = asked_ids(self.tokenizer, [("<|user|>", prompt_of(query))])
+        return [Answer(query=query, prompt=prompt) for _ in range(count)]
 
-    def check_room(self, prompts):
-        """Raise UserError if there is no room for an answer to one of these prompts, lists of ids."""
-        longest = max(map(len, prompts))
+    def check_room(self, prompt):
+        """Raise UserError if there is no room for an answer behind a prompt, a list of ids."""
         length = self.settings.max_new_tokens
         context = self.network.config.train_seq_len
-        if longest + length > context:
+        if len(prompt) + length > context:
             raise UserError(
-                f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has {longest} "
-                f"tokens, and the model's context is {context}"
-            )
-
-    def draw_samples(self, prompts, count, temperature, seeds, replies=None):
-        """Return Samples by the weights that are scored, see `generate`."""
-        length = self.settings.max_new_tokens
-        with torch.no_grad(), self.weights(), parametrize.cached():
-            return generate(
-                self.network, prompts, count, length, temperature, seeds, self.stop, None, replies
+                f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has "
+                f"{len(prompt)} tokens, and the model's context is {context}"
             )
 
     def sample(self, queries, count, temperature, seeds):
-        """Return `count` Answers to each query, query by query."""
-        prompts = self.prompt_ids(queries)
-        samples = self.draw_samples(prompts, count, temperature, seeds)
+        """Return `count` Answers to each query, query by query, by the weights that are scored."""
         answers = []
-        for index, sample in enumerate(samples):
-            prompt = prompts[index // count]
-            text = completion(self.tokenizer, prompt, sample.ids)
-            answers.append(
-                Answer(
-                    queries[index // count], prompt, text, sample.ids, sample.logps, sample.finished
-                )
+        for query in queries:
+            answers += self.begin_answers(query, count)
+        prompts = [answer.prompt for answer in answers[::count]]
+        for prompt in prompts:
+            self.check_room(prompt)
+        length = self.settings.max_new_tokens
+        with torch.no_grad(), self.weights(), parametrize.cached():
+            generate(
+                self.network, prompts, count, length, temperature, seeds, self.stop, None, answers
             )
+        for answer in answers:
+            answer.text = completion(self.tokenizer, answer.prompt, answer.ids)
         return answers
-
-    def cost(self, query):
-        """Return how much there is to read and to write for a query, in characters."""
-        answer = query.get("answer", "") if isinstance(query, dict) else ""
-        return len(prompt_of(query)) + len(str(answer))
 
     def sample_share(self, queries, step):
         """Return GROUP_SIZE Answers to each query of this rank's share of a step's queries."""
         begin = time.perf_counter()
         settings = self.settings
         size = len(queries) // settings.mini_batches
-        costs = list(map(self.cost, queries))
+        costs = [len(str(query)) for query in queries]  # characters to read and to write
         share = deal(costs, self.runtime.world_size, size)[self.runtime.rank]
         seeds = [(settings.seed, step, number) for number in share]
         queries = [queries[number] for number in share]
@@ -4036,35 +4001,33 @@ class PolicyTrainer:
         """Return a number for each answer (n,), which is right from 1 on; reward: see load_reward."""
         return sum_rewards([reward], answers)
 
-    def make_rollout(self, answers, rewards, values, begin):
-        """Return the Rollout of this rank's answers, begun at a time; rewards, values: (answers,).
+    def make_rollout(self, answers, rewards, advantages):
+        """Return the Rollout of this rank's answers; rewards and advantages (answers,).
 
-        The values are what make_batches calls advantages. zero_variance is the share of answers in
-        groups of one reward.
+        zero_variance is the share of answers in groups of one reward.
         """
         seconds = torch.zeros(self.runtime.world_size, device=self.runtime.device)
         seconds[self.runtime.rank] = self.sampling_seconds
         seconds = self.runtime.sum(seconds)
-        rows = []
-        for answer, value in zip(answers, values.tolist(), strict=True):
-            rows.append((answer.prompt, answer.ids, answer.logps, value))
-        size = len(rows) // self.settings.mini_batches
-        mini_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        for answer, advantage in zip(answers, advantages.tolist(), strict=True):
+            answer.advantage = advantage
+        size = len(answers) // self.settings.mini_batches
+        mini_batches = [answers[start : start + size] for start in range(0, len(answers), size)]
 
         groups = rewards.view(-1, self.settings.group_size)
         is_silent = (groups == groups[:, :1]).all(1).repeat_interleave(groups.size(1))
-        lengths = torch.tensor([len(answer.ids) - answer.logps.count(None) for answer in answers])
+        lengths = torch.tensor([answer.length() for answer in answers])
         finished = torch.tensor([answer.finished for answer in answers])
         facts = torch.stack([rewards, is_silent, lengths, finished])
         mean, variance = moments(facts, self.runtime)
-        count = len(rows) * self.runtime.world_size
+        count = len(answers) * self.runtime.world_size
         metrics = {
             "reward": mean[0],
             "reward_std": variance[0].sqrt(),
             "zero_variance": mean[1],
             "length": mean[2],
             "finished": mean[3],
-            "gen_tok_s": count * mean[2] / (time.perf_counter() - begin),
+            "gen_tok_s": count * mean[2] / seconds.max(),
             "idle": 1 - seconds.mean() / seconds.max(),
         }
         return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
@@ -4213,7 +4176,7 @@ def begin_run(run, trainer, exam, checkpoint):
     start = score_intervals(exam.before)
     if not checkpoint:
         run.log.metrics(0, held_out_metrics(start))
-    run.log(score_table({"before": start}, start, ".3f"))
+    run.log(score_table({"before": start}, start))
 
 
 def log_step(run, metrics):
@@ -4256,7 +4219,6 @@ def choose_weights(trainer, averages, exam, problems, log):
         shares[name] = right.mean().item()
         log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(problems)} problems")
     chosen = max(shares, key=shares.get)
-    log(f"weights: {chosen} chosen")
     torch._foreach_copy_(raw, candidates[chosen])
     return chosen
 
@@ -4309,7 +4271,7 @@ def pack_policy(run, trainer, source):
 
 def score_artifact(run, trainer, exam):
     """Score the policy that the artifact file alone gives back; return all scores for result.json."""
-    trainer.network, _, _ = load_model("ARTIFACT", str(run.folder / "model.upar"))
+    trainer.network, _, _ = load_model("ARTIFACT", str(run.folder))
     trainer.network.to(run.runtime.device)
     trainer.qat = False
     after = exam.scores(trainer)
@@ -4319,7 +4281,7 @@ def score_artifact(run, trainer, exam):
         "gain": exam.gain(after),
     }
     run.log.metrics(run.step, held_out_metrics(scores["after"]))
-    run.log(score_table(scores, scores["gain"], ".3f"))
+    run.log(score_table(scores, scores["gain"]))
     return scores
 
 
@@ -4341,13 +4303,6 @@ def load_environment(spec):
     return environment
 
 
-@dataclass(frozen=True)
-class Seed:
-    """A query of an environment: what its reset is given."""
-
-    seed: int
-
-
 def find_problems(settings):
     """Return the problems to train on and to choose between averages, and held-out ones.
 
@@ -4364,7 +4319,7 @@ def find_problems(settings):
     choice = range(held_out.stop, held_out.stop + CHOICE_PROBLEMS)
     first = settings.seed << 20
     train = range(first, first + 65536)
-    return [list(map(Seed, seeds)) for seeds in (train, choice, held_out)]
+    return train, choice, held_out
 
 
 @contextlib.contextmanager
@@ -4394,7 +4349,7 @@ def observation_ids(tokenizer, text):
     return tokenizer.encode_marked(rendered[stop.end() :])
 
 
-class Episode:
+class Episode(Answer):
     """A conversation with an environment: an object with `reset(seed)`, which returns the prompt, and
     `step(text)`, which returns what it says to an answer, the reward, and whether it is over.
 
@@ -4403,15 +4358,16 @@ class Episode:
     """
 
     def __init__(self, environment, seed, tokenizer, settings):
+        super().__init__(query=seed)
         self.tokenizer = tokenizer
         self.settings = settings
         self.rewards = []  # of the answers that step was given; MAX_NEW_TOKENS may cut one more
         self.done = False  # whether the environment ended it
         self.fault = ""
-        self.place = 0  # number of the sample's ids before the present answer
+        self.place = 0  # number of ids before the present answer
         self.environment = self.call(environment)
-        self.prompt = self.call(self.reset, seed) or "?"
-        self.prompt_ids = asked_ids(tokenizer, [("<|user|>", self.prompt)])
+        first_turn = ("<|user|>", self.call(self.reset, seed) or "?")
+        self.prompt = asked_ids(tokenizer, [first_turn])
 
     def call(self, function, *arguments):
         """Return what a function of the environment returns; None if it has a fault."""
@@ -4439,15 +4395,15 @@ class Episode:
             return []
         return observation_ids(self.tokenizer, observation)
 
-    def reply(self, sample):
-        """Return the ids that follow the answer with which a sample ends."""
-        context = [*self.prompt_ids, *sample.ids[: self.place]]
-        text = completion(self.tokenizer, context, sample.ids[self.place :])
+    def reply(self):
+        """Return the ids that follow the present answer."""
+        context = [*self.prompt, *self.ids[: self.place]]
+        text = completion(self.tokenizer, context, self.ids[self.place :])
         given = self.call(self.step, text) or []
-        self.place = len(sample.ids) + len(given)
+        self.place = len(self.ids) + len(given)
         return given
 
-    def value(self, discount):
+    def total(self, discount):
         """Return the sum of the rewards; those of later answers count less."""
         return sum(reward * discount**turn for turn, reward in enumerate(self.rewards))
 
@@ -4455,70 +4411,49 @@ class Episode:
 class EpisodeTrainer(PolicyTrainer):
     """A PolicyTrainer that learns from conversations with `environment`, a class: see Episode.
 
-    Its queries are Seeds. The reward of a conversation is the discounted sum of those of its
-    answers.
+    Its queries are seeds, numbers. The reward of a conversation is the discounted sum of those of
+    its answers.
     """
 
     environment: type  # set before use
 
-    def cost(self, query):
-        """Return 0: how long a conversation will be is not known."""
-        return 0
-
-    def sample(self, queries, count, temperature, seeds):
-        """Return `count` Answers to each query, query by query: conversations of several turns."""
-        episodes = []
-        for query in queries:
-            for _ in range(count):
-                episode = Episode(self.environment, query.seed, self.tokenizer, self.settings)
-                episodes.append(episode)
-        # The seed decides a prompt: those of a group are equal.
-        prompts = [episode.prompt_ids for episode in episodes[::count]]
-        self.check_room(prompts)
-        replies = [episode.reply for episode in episodes]
-        samples = self.draw_samples(prompts, count, temperature, seeds, replies)
-        answers = []
-        for episode, sample in zip(episodes, samples, strict=True):
-            text = completion(self.tokenizer, episode.prompt_ids, sample.ids)
-            logps = sample.logps
-            if episode.fault:
-                logps = [None] * len(logps)  # nothing of it is learned
-            answer = Answer(episode, episode.prompt_ids, text, sample.ids, logps, sample.finished)
-            answers.append(answer)
-        return answers
+    def begin_answers(self, query, count):
+        """Return `count` Episodes of a seed. It decides the prompt, so all of them have the same."""
+        parts = self.environment, query, self.tokenizer, self.settings
+        return [Episode(*parts) for _ in range(count)]
 
     def rewards(self, answers):
-        """Return the rewards of answers (n,). One whose episode has a fault gets its group's mean."""
-        discount = self.settings.discount
-        values = torch.tensor([answer.query.value(discount) for answer in answers]).double()
-        dropped = torch.tensor([bool(answer.query.fault) for answer in answers])
-        groups = values.view(-1, self.settings.group_size).masked_fill(
-            dropped.view(-1, self.settings.group_size), math.nan
-        )
+        """Return the rewards of answers (n,). An episode with a fault gets its group's mean."""
+        rewards = []
+        for answer in answers:
+            rewards.append(math.nan if answer.fault else answer.total(self.settings.discount))
+        groups = torch.tensor(rewards).double().view(-1, self.settings.group_size)
         groups = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups)
         return groups.nan_to_num().flatten()
 
-    def make_rollout(self, answers, rewards, values, begin):
+    def make_rollout(self, answers, rewards, advantages):
         """Return the Rollout of this rank's answers, see PolicyTrainer, and what became of episodes.
 
         Raises UserError if more than a tenth of all ranks' episodes have a fault.
         """
-        rollout = super().make_rollout(answers, rewards, values, begin)
-        episodes = [answer.query for answer in answers]
-        facts = [(len(one.rewards), not one.done, bool(one.fault)) for one in episodes]
+        for answer in answers:
+            if answer.fault:
+                answer.logps = [None] * len(answer.ids)  # nothing of it is learned
+        rollout = super().make_rollout(answers, rewards, advantages)
+        facts = [(len(one.rewards), not one.done, bool(one.fault)) for one in answers]
         means, _ = moments(torch.tensor(facts).T, self.runtime)
         rollout.metrics |= zip(("turns", "cut", "dropped"), means.tolist(), strict=True)
         if rollout.metrics["dropped"] > 0.1:
             raise UserError(
                 f"ENVIRONMENT={self.settings.environment!r}: {rollout.metrics['dropped']:.0%} of the "
                 # One of this rank's: max passes over empty ones.
-                f"episodes have a fault, at most 10% may; {max(one.fault for one in episodes)}"
+                f"episodes have a fault, at most 10% may; {max(one.fault for one in answers)}"
             )
         return rollout
 
     def grades(self, answers, reward):
         """Return the sum of each conversation's rewards (n,), which is right from 1 on."""
-        return torch.tensor([answer.query.value(1.0) for answer in answers])
+        return torch.tensor([answer.total(1.0) for answer in answers])
 
 
 # === end: environment ===
@@ -4560,11 +4495,6 @@ def token_weights(mask, total, settings, ranks):
     return mask / divisors[settings.reduction]
 
 
-def importance(delta, mask, settings):
-    """Return the ratio (B, T) that weighs each token, from delta = log p - log p_old (B, T)."""
-    return delta.exp()
-
-
 def policy_loss(logps, batch, settings):
     """Return the loss of each token (B, T), and for the log (5, B, T): whether the clip is active,
     whether the ratio is outside the band, |log p / p_old|, KL, and the sampler gap.
@@ -4578,7 +4508,7 @@ def policy_loss(logps, batch, settings):
     low = 1 - settings.left_clip_range
     high = 1 + settings.right_clip_range
     delta = (logps - batch.old) * batch.mask
-    ratio = importance(delta, batch.mask, settings)
+    ratio = delta.exp()
     limited = ratio.clamp(max=settings.ratio_limit or math.inf)
     loss = -torch.minimum(limited * advantages, ratio.clamp(low, high) * advantages)
 
@@ -4603,7 +4533,6 @@ class GRPOTrainer(PolicyTrainer):
     @torch.no_grad()
     def rollout(self, queries, step):
         """Return the Rollout of this rank's share of a step's queries, with answers' advantages."""
-        begin = time.perf_counter()
         settings = self.settings
         answers = self.sample_share(queries, step)
         # What is added to the rewards here trains, in conversations, too, and marks nothing.
@@ -4611,7 +4540,7 @@ class GRPOTrainer(PolicyTrainer):
         _, variance = moments(rewards, self.runtime)
         groups = rewards.view(-1, settings.group_size)
         advantages = group_advantages(groups, settings.scale_rewards, variance.sqrt().cpu())
-        return self.make_rollout(answers, rewards, advantages.flatten(), begin)
+        return self.make_rollout(answers, rewards, advantages.flatten())
 
     def update(self, rollout, multiplier=1.0):
         """Take MINI_BATCHES x EPOCHS optimizer steps at `multiplier` times the learning rate.
@@ -4623,10 +4552,10 @@ class GRPOTrainer(PolicyTrainer):
         runtime = self.runtime
         temperature = settings.temperature
         mini_batches = []
-        for rows in rollout.rows:
+        for answers in rollout.answers:
             # Without KL_BETA an answer of no advantage has no gradient: it is left out.
-            rows = [row for row in rows if row[-1] or settings.kl_beta]
-            mini_batches.append(make_batches(rows, runtime.device, self.micro_tokens))
+            answers = [answer for answer in answers if answer.advantage or settings.kl_beta]
+            mini_batches.append(make_batches(answers, runtime.device, self.micro_tokens))
         # Old log-probabilities are the training forward's: the sampler's last digits would count in
         # a narrow band.
         with torch.no_grad(), self.weights():
@@ -4637,11 +4566,11 @@ class GRPOTrainer(PolicyTrainer):
                     batch.reference, _ = token_logps(self.ref_model, batch, temperature)
 
         updates = []
-        pairs = zip(rollout.rows, mini_batches, strict=True)
-        for rows, batches in [*pairs] * settings.epochs:
+        pairs = zip(rollout.answers, mini_batches, strict=True)
+        for answers, batches in [*pairs] * settings.epochs:
             # Answers that are left out count in the means.
-            samples = runtime.world_size * len(rows)
-            tokens = sum(len(ids) - logps.count(None) for _, ids, logps, _ in rows)
+            samples = runtime.world_size * len(answers)
+            tokens = sum(answer.length() for answer in answers)
             total = samples, runtime.sum(torch.tensor(tokens, device=runtime.device)), tokens
             torch._foreach_zero_([param.grad for param in self.trained])
             # loss, tokens, entropy, policy_loss's five
@@ -4684,7 +4613,7 @@ def main():
     problems, choice, held_out = find_problems(settings)
     reward = load_reward(settings.reward)
     exam = Exam(held_out, reward)
-    network, tokenizer, source = load_start(settings, runtime)
+    network, tokenizer, source = load_start(settings)
 
     # run folder and log, policy, trainer, averages
     run, checkpoint = open_run(settings, runtime, network, tokenizer)
@@ -4694,13 +4623,14 @@ def main():
         f"policy: {source}\nproblems: {len(problems)} to train on, "
         f"{len(choice)} to choose between averages, {len(held_out)} held out"
     )
-    adapt(network, settings)
+    adapt(network, settings, runtime.device)
     if settings.environment:
         trainer = GRPOEpisodeTrainer(network, tokenizer, settings, runtime=runtime)
         trainer.environment = load_environment(settings.environment)
     else:
         trainer = GRPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
-        trainer.prompt_ids(problems + choice + held_out)  # or a UserError, now and not in mid-run
+        for problem in problems + choice + held_out:  # or a UserError later, in mid-run
+            trainer.check_room(trainer.begin_answers(problem, 1)[0].prompt)
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):
@@ -4715,23 +4645,23 @@ def main():
     stop_signal = StopSignal()
     clock.start()
     while True:
-        last_step = clock.is_last(run.step)
         trainer.qat = plan.is_on("qat")  # of a run that was resumed, too
         if stop_signal.number and not runtime.distributed:
             stopping = True  # a single process need not ask other ranks
+        last_step = stopping or clock.is_last(run.step)  # run.step steps are finished
         faulthandler.cancel_dump_traceback_later()
 
         # 1. Validate and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
-        if val_is_due and run.step and not (last_step or stopping):
+        if val_is_due and run.step and not last_step:
             with clock.paused():
                 scores = score_intervals(exam.scores(trainer))
             run.log.metrics(run.step, held_out_metrics(scores))
         save_is_due = settings.save_every and run.step % settings.save_every == 0
-        if last_step or stopping or save_is_due:
+        if last_step or save_is_due:
             with clock.paused():
                 run.save()
-        if last_step or stopping:
+        if last_step:
             break
         faulthandler.dump_traceback_later(max(HANG_SECONDS, 20 * clock.median_step()))
 
@@ -4763,11 +4693,10 @@ def main():
         is_silent = is_silent and metrics["zero_variance"] == 1
         if is_silent and run.step == FIRST_STEPS:
             run.save()
-            setting = "environment" if settings.environment else "reward"
             raise UserError(
-                f"{setting.upper()}={getattr(settings, setting)!r}: in the first {FIRST_STEPS} steps "
-                f"each group has one reward (mean {metrics['reward']:.3f}), so nothing can be learned; "
-                "needs another INIT_FROM, or easier problems"
+                f"INIT_FROM={settings.init_from!r}: in the first {FIRST_STEPS} steps each group has "
+                f"one reward (mean {metrics['reward']:.3f}), so nothing can be learned; must be "
+                "another start, or the problems easier"
             )
 
     clock.stop()

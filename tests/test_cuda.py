@@ -172,19 +172,21 @@ def test_generation_and_padded_rows():
     assert lengths == [256, 256]
 
 
-def test_padded_rows_stay_inside_learned_positions():
+def test_padded_rows_stay_inside_the_context():
+    """A longer row, of a judge with a shorter context, is read as it is."""
     script = forced("train_grpo")
-    config = SimpleNamespace(positions="learned", train_seq_len=100)
+    config = SimpleNamespace()
     seen = []
     network = SimpleNamespace(config=config, features=lambda ids, doc: seen.append(ids) or ids)
-    for kind, length, padded in (
-        ("learned", 90, 100),
-        ("learned", 100, 100),
-        ("rope", 90, 256),
-        ("rope", 256, 256),
-        ("rope", 257, 512),
+    for context, length, padded in (
+        (100, 90, 100),
+        (100, 100, 100),
+        (2048, 90, 256),
+        (2048, 256, 256),
+        (2048, 257, 512),
+        (100, 257, 257),
     ):
-        config.positions = kind
+        config.train_seq_len = context
         ids = torch.arange(length).repeat(2, 1)
         batch = SimpleNamespace(ids=ids, doc=torch.zeros_like(ids))
         assert torch.equal(script.row_features(network, batch), ids)

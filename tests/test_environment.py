@@ -53,7 +53,7 @@ def trainer(M, environment, network=None, **changes):
 
 
 def seeds_of(M, count):
-    return [M.Seed(number) for number in range(count)]
+    return [*range(count)]
 
 
 @both
@@ -80,8 +80,7 @@ def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(
     assert len(answers) == 12
     counts = set()
     for answer in answers:
-        episode = answer.query
-        counts.add(len(episode.rewards))
+        counts.add(len(answer.rewards))
         ids = torch.tensor([[*answer.prompt, *answer.ids]])
         logits = own.network.logits(own.network.features(ids, doc=torch.zeros_like(ids)))
         logps = logits[0].log_softmax(-1)
@@ -104,7 +103,7 @@ def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(
             parts[-1].append(answer.ids[place])
             place += 1
         texts = [M.completion(BYTES, [1], part) for part in parts]
-        assert episode.environment.said == texts[: len(episode.rewards)]
+        assert answer.environment.said == texts[: len(answer.rewards)]
     assert max(counts) == 4
 
 
@@ -119,32 +118,32 @@ def test_what_is_learned_is_what_the_policy_drew(M):
 
     own = trainer(M, Varied)
     rollout = own.rollout(seeds_of(M, 4), 0)
-    (rows,) = rollout.rows
-    drawn = sum(logp is not None for row in rows for logp in row[2])
-    said = sum(logp is None for row in rows for logp in row[2])
+    (answers,) = rollout.answers
+    drawn = sum(logp is not None for answer in answers for logp in answer.logps)
+    said = sum(logp is None for answer in answers for logp in answer.logps)
     assert said > 50
-    batches = M.make_batches(rows, torch.device("cpu"), 10_000)
+    batches = M.make_batches(answers, torch.device("cpu"), 10_000)
     assert sum(int(batch.mask.sum()) for batch in batches) == drawn
     for batch in batches:
         logps, _ = M.token_logps(own.network, batch, 1.0)
         assert (logps - batch.sampled).abs().max() < 1e-5
     metrics = own.update(rollout)
     assert metrics["sampler_gap"] < 1e-5 and metrics["grad_norm"] > 0
-    lengths = [len(row[1]) - row[2].count(None) for row in rows]
+    lengths = [len(answer.ids) - answer.logps.count(None) for answer in answers]
     assert rollout.metrics["length"] == pytest.approx(statistics.fmean(lengths))
 
 
 @both
 def test_rewards_are_discounted_by_turn_and_turns_have_a_limit(M):
     episode = M.Episode(Counting, 3, BYTES, M.Settings(max_turns=3))
-    assert episode.prompt_ids == M.asked_ids(BYTES, [("<|user|>", "q3")])
+    assert episode.prompt == M.asked_ids(BYTES, [("<|user|>", "q3")])
     for turn, text in enumerate("abc"):
-        sample = SimpleNamespace(ids=[*range(turn * 9), ord(text) + 4, 263])
+        episode.ids = [*range(turn * 9), ord(text) + 4, 263]
         episode.place = turn * 9
-        given = episode.reply(sample)
+        given = episode.reply()
         assert given == ([] if turn == 2 else M.observation_ids(BYTES, f"<{turn + 1}>"))
     assert episode.environment.said == ["a", "b", "c"] and not episode.done
-    assert episode.value(0.5) == 1 + 2 * 0.5 + 3 * 0.25 and episode.value(1.0) == 6
+    assert episode.total(0.5) == 1 + 2 * 0.5 + 3 * 0.25 and episode.total(1.0) == 6
     own = trainer(M, Counting, max_turns=1, discount=0.5)
     metrics = own.train_step(seeds_of(M, 4))
     assert metrics["turns"] <= 1 and metrics["dropped"] == 0
@@ -198,15 +197,17 @@ def test_an_environment_with_a_fault_does_not_end_a_run(monkeypatch, kind):
         monkeypatch.setattr(G, "STEP_SECONDS", 0.3)
     monkeypatch.setattr(Faulty, "kind", kind)
     own = trainer(G, Faulty)
-    queries = [G.Seed(number) for number in range(1, 17)]
+    queries = [*range(1, 17)]
     answers = own.sample_share(queries, 0)
-    bad = [answer for answer in answers if answer.query.fault]
-    assert {answer.query.environment and answer.query.environment.bad for answer in bad} == {True}
-    assert 0 < len(bad) <= 4 and KINDS[kind] in bad[0].query.fault
-    assert all(set(answer.logps) <= {None} for answer in bad)
+    bad = [answer for answer in answers if answer.fault]
+    assert {answer.environment and answer.environment.bad for answer in bad} == {True}
+    assert 0 < len(bad) <= 4 and KINDS[kind] in bad[0].fault
     values = own.rewards(answers)
     assert torch.isfinite(values).all()
-    metrics = own.update(own.make_rollout(answers, values, values, 0.0))
+    rollout = own.make_rollout(answers, values, values)
+    assert all(answer.ids and set(answer.logps) == {None} for answer in bad)
+    assert all(None not in answer.logps[:1] for answer in answers if not answer.fault)
+    metrics = own.update(rollout)
     assert math.isfinite(metrics["grad_norm"])
     monkeypatch.setattr(Faulty, "every", 1)
     monkeypatch.setattr(Faulty, "kind", "step raises")
@@ -219,10 +220,10 @@ def test_a_dropped_episode_has_the_mean_of_its_group():
     values = [1.0, 2.0, None, 6.0, None, None, None, None]
     answers = []
     for value in values:
-        episode = SimpleNamespace(
-            fault="" if value else "x", value=lambda discount, v=value: v or 0.0
+        total = value or 0.0
+        answers.append(
+            SimpleNamespace(fault="" if value else "x", total=lambda _, total=total: total)
         )
-        answers.append(SimpleNamespace(query=episode))
     assert own.rewards(answers).tolist() == [1.0, 2.0, 3.0, 6.0, 0.0, 0.0, 0.0, 0.0]
     assert own.grades(answers, None).tolist() == [1, 2, 0, 6, 0, 0, 0, 0]
 

@@ -336,7 +336,7 @@ def policy(M=G, **changes) -> G.GPT:
     torch.manual_seed(1337)
     network = M.GPT(M.GPTConfig(264, 1, layers, norms, **shape, embed_init_std=0.02))
     network.activation_checkpointing = settings.activation_checkpointing
-    M.adapt(network, settings)
+    M.adapt(network, settings, CPU)
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():
         for name, param in network.named_parameters():
@@ -346,7 +346,7 @@ def policy(M=G, **changes) -> G.GPT:
 
 
 def rows_of(seed: int, count: int, longest: int = 12) -> list[tuple]:
-    """Rows of make_batches: random prompts that begin with a BOS, responses of 1 token and more."""
+    """Rows for answers_of: random prompts that begin with a BOS, responses of 1 token and more."""
     rng = random.Random(seed)
     return [
         (
@@ -366,6 +366,14 @@ def with_logps(rows: list[tuple]) -> list[tuple]:
     ]
 
 
+def answers_of(M, rows: list[tuple]) -> list:
+    """The Answers of rows: prompt, ids, log-probabilities, advantage."""
+    return [
+        M.Answer(prompt=prompt, ids=ids, logps=logps, advantage=advantage)
+        for prompt, ids, logps, advantage in rows
+    ]
+
+
 @each_script
 def test_batches_hold_every_response_token_at_the_place_that_predicts_it(M):
     rows = [
@@ -373,7 +381,7 @@ def test_batches_hold_every_response_token_at_the_place_that_predicts_it(M):
         ([7], [6], [-0.5], -1.0),
         ([1, 2], [3, 3], [-1, -2], 0.5),
     ]
-    [batch] = M.make_batches(rows, CPU, 1000)
+    [batch] = M.make_batches(answers_of(M, rows), CPU, 1000)
     expected = {  # the advantage -> ids, targets, sampled; the last token is a target, and nowhere an input
         2.0: ([1, 8, 9, 4, 5], [-1, -1, 4, 5, 263], [0, 0, -0.1, -0.2, -0.3]),
         -1.0: ([7], [6], [-0.5]),
@@ -396,7 +404,7 @@ def test_batches_hold_every_response_token_at_the_place_that_predicts_it(M):
 def test_batches_are_of_at_most_so_many_tokens_and_lose_no_row(M):
     for seed, tokens in itertools.product(range(5), (1, 20, 57, 300, 1 << 30)):
         rows, found = with_logps(rows_of(seed, 13)), []
-        for batch in M.make_batches(rows, CPU, tokens):
+        for batch in M.make_batches(answers_of(M, rows), CPU, tokens):
             assert batch.ids.numel() <= tokens or len(batch.ids) == 1
             for ids, targets, sampled, advantage in zip(
                 batch.ids, batch.targets, batch.sampled, batch.advantages, strict=True
@@ -411,14 +419,16 @@ def test_batches_are_of_at_most_so_many_tokens_and_lose_no_row(M):
                     )
                 )
         assert sorted(found, key=str) == sorted(rows, key=str)
-    assert len(M.make_batches(rows, CPU, 1)) == 13 and len(M.make_batches(rows, CPU, 1 << 30)) == 1
+    answers = answers_of(M, rows)
+    assert len(M.make_batches(answers, CPU, 1)) == 13
+    assert len(M.make_batches(answers, CPU, 1 << 30)) == 1
 
 
 @each_script
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 def test_log_probabilities_are_those_of_the_whole_softmax(M, temperature):
     network, rows = policy(M), with_logps(rows_of(1, 6))
-    [batch] = M.make_batches(rows, CPU, 1 << 30)
+    [batch] = M.make_batches(answers_of(M, rows), CPU, 1 << 30)
     logps, entropy = M.token_logps(network, batch, temperature)
     factors = torch.randn(logps.shape)
     found = torch.autograd.grad((logps * factors).sum(), list(network.parameters()))
@@ -455,7 +465,7 @@ def test_logits_are_made_for_4096_tokens_at_most(M):
         Table(40),
         [([1], [random.randrange(40) for _ in range(499)], [0.0] * 499, 1.0) for _ in range(11)],
     )
-    [batch] = M.make_batches(rows, CPU, 1 << 30)
+    [batch] = M.make_batches(answers_of(M, rows), CPU, 1 << 30)
     logps, entropy = M.token_logps(table, batch, 0.7)
     assert max(table.seen) <= 4096 and sum(table.seen) == 11 * 499
     factors = torch.randn(logps.shape)
@@ -526,16 +536,14 @@ def scripted(monkeypatch, M, draw=None, longest: int = 6) -> list:
         )
         return (ids[:-1] + [END] if ended else ids), ended
 
-    def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, *_):
+    def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, _, samples):
         assert stop == {1, END} and not torch.is_grad_enabled()
         seen.extend(seeds)
         found = [(draw or drawn)(seed, s) for seed in seeds for s in range(count)]
-        return [
-            SimpleNamespace(
-                ids=ids, logps=[-1.0 - 0.01 * i for i in range(len(ids))], finished=ended
-            )
-            for ids, ended in found
-        ]
+        for sample, (ids, ended) in zip(samples, found, strict=True):
+            sample.ids = ids
+            sample.logps = [-1.0 - 0.01 * i for i in range(len(ids))]
+            sample.finished = ended
 
     monkeypatch.setattr(M, "generate", generate)
     return seen
@@ -750,8 +758,8 @@ def test_old_log_probabilities_are_the_training_forwards_bit_for_bit(
     calls = recorded(monkeypatch, M)
     own = trainer(M, policy(M, **changes), mini_batches=2, micro_batch_tokens=30, **changes)
     metrics = take(own, QUERIES, lengths_score)
-    rows = [row for row in own.rollout(QUERIES, 0).rows[0] if row[-1]]
-    first = len(M.make_batches(rows, CPU, 30))
+    answers = [answer for answer in own.rollout(QUERIES, 0).answers[0] if answer.advantage]
+    first = len(M.make_batches(answers, CPU, 30))
     assert first > 1
     for logps, batch in calls[:first]:
         assert torch.equal(logps, batch.old) and torch.equal(logps != 0, batch.mask)
@@ -795,9 +803,9 @@ def test_answers_without_an_advantage_are_left_out_and_count(M, changes, monkeyp
     make_batches = M.make_batches
     read = []
 
-    def counted(rows, *arguments):
-        read.append(len(rows))
-        return make_batches(rows, *arguments)
+    def counted(answers, *arguments):
+        read.append(len(answers))
+        return make_batches(answers, *arguments)
 
     monkeypatch.setattr(M, "make_batches", counted)
     rewards = [1.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
@@ -981,25 +989,26 @@ def test_a_rollout_says_how_long_ranks_waited(M, float32, monkeypatch):
 
 @each_script
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_rows_of_a_rollout_are_the_samples_with_their_advantages(M, scale, monkeypatch):
+def test_answers_of_a_rollout_are_the_samples_with_their_advantages(M, scale, monkeypatch):
     scripted(monkeypatch, M)
     own = trainer(M, mini_batches=2, scale_rewards=scale)
     own.reward_funcs = [by(lengths_score)]
     rollout = own.rollout(QUERIES, 5)
     answers = own.sample(QUERIES, 3, 1.0, [(own.settings.seed, 5, number) for number in range(4)])
     rewards = lengths_score([], [answer.text for answer in answers])
-    rows = [row for mini in rollout.rows for row in mini]
-    assert [len(mini) for mini in rollout.rows] == [6, 6]
-    assert [row[:3] for row in rows] == [
+    found = [answer for mini in rollout.answers for answer in mini]
+    assert [len(mini) for mini in rollout.answers] == [6, 6]
+    assert [(answer.prompt, answer.ids, answer.logps) for answer in found] == [
         (answer.prompt, answer.ids, answer.logps) for answer in answers
     ]
-    assert [row[3] for row in rows] == pytest.approx(
+    assert [answer.advantage for answer in found] == pytest.approx(
         advantages_of([rewards[at : at + 3] for at in range(0, 12, 3)], scale), abs=1e-12
     )
     plain = trainer(M)
     plain.reward_funcs = [by(lambda _, texts: [1.0] * 12)]
     rollout = plain.rollout(QUERIES, 0)
-    assert {row[3] for row in rollout.rows[0]} == {0.0} and rollout.metrics["reward_std"] == 0
+    assert {answer.advantage for answer in rollout.answers[0]} == {0.0}
+    assert rollout.metrics["reward_std"] == 0
 
 
 # ----------------------------------------------------------------------------------------------- faults and settings
@@ -1088,7 +1097,7 @@ def test_values_of_trl_are_taken():
 
 @each_script
 def test_calls_that_do_not_fit_are_refused_in_a_line(M):
-    said = refused(M.load_start, M.Settings(lora_rank=2, init_from="x"), ALONE)
+    said = refused(M.load_start, M.Settings(lora_rank=2, init_from="x"))
     assert "QAT=1" in said and "LORA_RANK" in said
     own = trainer(M, mini_batches=2)
     assert "reward_funcs: none" in refused(own.train_step, QUERIES)
@@ -1147,11 +1156,11 @@ def test_adapters_of_the_start_are_merged_and_new_ones_are_made_by_the_seed(M, m
         merged = M.merge_lora(copy.deepcopy(network)).state_dict()
         monkeypatch.setattr(M, "load_model", lambda *given, made=network: (made, BYTES, "x"))
         settings = M.Settings(init_from="x", lora_rank=2, qat=False)
-        start, _, source = M.load_start(settings, ALONE)
+        start, _, source = M.load_start(settings)
         assert source == "x" and start.state_dict().keys() == merged.keys()
         assert all(torch.equal(w, merged[name]) for name, w in start.state_dict().items())
         torch.manual_seed(noise)  # what another rank drew
-        M.adapt(start, settings)
+        M.adapt(start, settings, CPU)
         found.append(start.state_dict())
         trained = {name for name, param in start.named_parameters() if param.requires_grad}
         assert trained and all("lora_" in name for name in trained)
@@ -1340,10 +1349,11 @@ def test_intervals_of_shares_end_at_0_and_1_and_stand_in_a_table(M):
     assert 0.9 < found["greedy"][1] < 0.975 and found["greedy"][2] == 1
     assert found["pass8"][0] == pytest.approx(0.025) and found["pass8"][1] == 0
     gain = {"greedy": [0.1, -0.05, 0.25]}
-    table = M.score_table({"a name of thirty letters, or so": found, "gain": gain}, gain, ".9f")
+    long = {"greedy": [-12345.6789] * 3}
+    table = M.score_table({"a name of thirty letters, or so": long, "gain": gain}, gain)
     assert "or so  " in table and "]  " in table  # columns do not touch
-    lines = M.score_table({"before": found, "gain": gain}, gain, ".3f").splitlines()
+    lines = M.score_table({"before": found, "gain": gain}, gain).splitlines()
     assert [line.split() for line in lines] == [
         ["before", "gain"],
-        ["greedy", "0.975", "[0.926,", "1.000]", "0.100", "[-0.050,", "0.250]"],
+        ["greedy", "0.9750", "[0.9260,", "1.0000]", "0.1000", "[-0.0500,", "0.2500]"],
     ]

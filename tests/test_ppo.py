@@ -23,6 +23,7 @@ from test_objective import (
     END,
     QUERIES,
     Table,
+    answers_of,
     by,
     clips_of,
     compare_ranks,
@@ -342,7 +343,7 @@ def policy(layers: str = "g a", dim: int = 16, lora_rank: int = 0) -> P.GPT:
     shape = dict(model_dim=dim, num_heads=2, num_kv_heads=2, attn_window=1 << 20)
     torch.manual_seed(1337)
     network = P.GPT(P.GPTConfig(264, 1, layers, norms, **shape, embed_init_std=0.02))
-    P.adapt(network, P.Settings(lora_rank=lora_rank))
+    P.adapt(network, P.Settings(lora_rank=lora_rank), CPU)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, param in network.named_parameters():
@@ -470,7 +471,7 @@ def test_a_constant_critic_gives_the_plain_policy_gradient(monkeypatch):
 
 def test_what_stands_in_the_padding_never_reaches_a_value():
     own = trainer(valued())
-    [batch] = P.make_batches(with_logps(rows_of(2, 5)), CPU, 1 << 30)
+    [batch] = P.make_batches(answers_of(P, with_logps(rows_of(2, 5))), CPU, 1 << 30)
     expected = own.forward(batch)
     for ids, mask, values in zip(
         batch.ids, batch.mask, expected[1], strict=True
@@ -567,7 +568,7 @@ def test_metrics_of_divergences_are_honest_and_steer(monkeypatch):
             0.3, rel=0.0201
         )
         # at lambda = gamma = 1 the first token's return is the score less 0.3 times what the answer cost
-        scores = {tuple(ids): score for _, ids, _, score in rollout.rows[0]}
+        scores = {tuple(answer.ids): answer.advantage for answer in rollout.answers[0]}
         for at, mask in enumerate(batch.mask):
             span = slice(int(mask.nonzero()[0]), int(mask.nonzero()[-1]) + 1)
             cost = (
@@ -642,12 +643,10 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
     before = state(judge)
     own = trainer(reward_model=judge)
     rollout = own.rollout(QUERIES, 0)
-    rows = [row for mini in rollout.rows for row in mini]
+    found = [answer.advantage for mini in rollout.answers for answer in mini]
     answers = own.sample(QUERIES, 3, 1.0, [(own.settings.seed, 0, at) for at in range(4)])
     expected = P.answer_values(judge, answers, 1 << 30).tolist()
-    assert [row[3] for row in rows] == pytest.approx(expected, abs=1e-12) and len(
-        set(expected)
-    ) == 12
+    assert found == pytest.approx(expected, abs=1e-12) and len(set(expected)) == 12
     assert rollout.metrics["reward"] == pytest.approx(statistics.mean(expected), abs=1e-9)
     take(own, QUERIES, None)
     assert all(map(torch.equal, before, state(judge)))

@@ -125,7 +125,7 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     assert f"\npolicy: {result['init_from']}\nproblems: " in log
     columns = [result[key] for key in ("before", "after", "gain")]
     for name in ("greedy", "pass1", "pass2"):
-        row = " +".join(r"{:.3f} \[{:.3f}, {:.3f}\]".format(*scores[name]) for scores in columns)
+        row = " +".join(r"{:.4f} \[{:.4f}, {:.4f}\]".format(*scores[name]) for scores in columns)
         assert re.search(rf"^ +{name} +{row}$", log, re.M), row
     phases = dict(warmup=(1, 1), warmdown=(8, 3), ema=(9, 2), qat=(9, 2), swa=(9, 2))
     assert phases_of(place, straight) == phases and "NEVER FIRED" not in log
@@ -372,7 +372,7 @@ def test_ten_steps_without_any_reward_end_the_run(place, script):
     given = {**SHORT, "ITERATIONS": 12, "EVAL_PROMPTS": 2, "SAVE_EVERY": 0}
     reward = f"{place.folder / 'rewards.py'}:nothing"
     line = place.refused(out, script=script, REWARD=reward, **given)
-    assert re.match(r"error: REWARD='.* first 10 steps .* one reward \(mean 0.000\)", line), line
+    assert re.match(r"error: INIT_FROM='.* first 10 steps .* one reward \(mean 0.000\)", line), line
     assert steps_kept(place.of(out)) == [10]
     if script == "train_grpo":
         assert {step["grad_norm"] for step in place.steps(out)} == {0.0}

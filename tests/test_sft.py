@@ -673,7 +673,7 @@ def test_a_compiled_forward_changes_nothing(monkeypatch):
     for compiled in (False, True):
         made = network(0, "a")
         s = S.Settings(compile=compiled, **given)
-        S.adapt(made, s)
+        S.adapt(made, s, torch.device("cpu"))
         trainer = S.SFTTrainer(made, s)
         found.append([])
         for step in range(3):

@@ -75,7 +75,7 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     log = place.log(straight)
     for name in ("loss", "accuracy"):
         scores = [result[key][name] for key in ("before", "after", "gain")]
-        cells = [re.escape("{:.4g} [{:.4g}, {:.4g}]".format(*score)) for score in scores]
+        cells = [re.escape("{:.4f} [{:.4f}, {:.4f}]".format(*score)) for score in scores]
         assert re.search(rf"^ +{name} +{' *'.join(cells)}$", log, re.M)
     steps = place.steps(straight)
     assert len(steps) == result["steps"] == 20

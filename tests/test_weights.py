@@ -188,8 +188,8 @@ def test_a_checkpoint_with_an_adapter(tmp_path):
 
 
 def test_a_checkpoint_with_frozen_weights_in_bfloat16(tmp_path):
-    net = S.setup_lora_adapter(network(0), 3, 5.0)
-    train_sft.freeze(net, torch.bfloat16)
+    net = network(0)
+    train_sft.adapt(net, train_sft.Settings(lora_rank=3, qat=False), torch.device("cuda"))
     loaded = check(tmp_path / "run", net.state_dict(), save(tmp_path / "run", 5, net))
     dtypes = [{name: w.dtype for name, w in one.state_dict().items()} for one in (loaded, net)]
     assert dtypes[0] == dtypes[1] and set(dtypes[0].values()) == {torch.float32, torch.bfloat16}

@@ -679,7 +679,7 @@ def policy_speed(rounds: int) -> dict[str, list[float]]:
     settings = script.Settings(device="cpu")
     runtime = script.Runtime(0, 1, torch.device("cpu"), False)
     # A new network answers until MAX_NEW_TOKENS: every answer has nearly the same length.
-    network, tokenizer, _ = load_script(ROOT / "train_sft.py").small_network(settings, runtime)
+    network, tokenizer, _ = load_script(ROOT / "train_sft.py").small_network(settings)
     reward = script.load_reward(settings.reward)
     trainer = script.GRPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
     problems = load_script(ROOT / "data" / "tasks.py").make_problems("sort", 1000, settings.seed)
@@ -693,8 +693,8 @@ def policy_speed(rounds: int) -> dict[str, list[float]]:
         trainer.update(rollout, 0.0)
         times.append(time.perf_counter())
         tokens = 0
-        for rows in rollout.rows:
-            tokens += sum(len(row[1]) for row in rows)
+        for answers in rollout.answers:
+            tokens += sum(answer.length() for answer in answers)
         for values, (begin, end) in zip(speeds.values(), pairwise(times), strict=True):
             values.append(tokens / (end - begin))
     return {name: values[1:] for name, values in speeds.items()}  # the first round warmed up

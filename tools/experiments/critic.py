@@ -76,7 +76,7 @@ def add_critic(script: ModuleType, network, settings):
         if hasattr(original, "splits"):
             param.splits = original.splits  # for Muon; a copy has lost them
     critic.head = None
-    script.adapt(script.merge_lora(critic), settings)
+    script.adapt(script.merge_lora(critic), settings, torch.device("cpu"))
     script.add_value_head(critic)
     critic.w_value.requires_grad_(True)
     return critic
@@ -85,7 +85,7 @@ def add_critic(script: ModuleType, network, settings):
 def count_bytes(method: Method, config, settings, script: ModuleType) -> dict[str, int]:
     """Return the bytes of a method by part. script: train_ppo.py. Raises UserError."""
     network = script.GPT(config)
-    script.adapt(network, settings)
+    script.adapt(network, settings, torch.device("cpu"))
     frozen = {id(param): param for param in network.parameters() if not param.requires_grad}
     shared = nbytes(frozen.values())
     networks = [network]

@@ -157,12 +157,11 @@ def play(name: str, rules: str, folder: Path, out: Path) -> dict[str, list[float
     settings = script.Settings(max_turns=game.max_turns, max_new_tokens=200)
     trainer = script.GRPOEpisodeTrainer(network, tokenizer, settings)
     trainer.environment = script.load_environment(environment_of(game, rules, out))
-    queries = [script.Seed(FIRST_GAME + number) for number in range(GAMES_PLAYED)]
+    queries = range(FIRST_GAME, FIRST_GAME + GAMES_PLAYED)
     seeds = [(0, number) for number in range(GAMES_PLAYED)]
-    answers = trainer.sample(queries, 1, 0.0, seeds)
-    episodes = [answer.query for answer in answers]
+    episodes = trainer.sample(queries, 1, 0.0, seeds)
     return {
-        "reward": [episode.value(1.0) for episode in episodes],
+        "reward": [episode.total(1.0) for episode in episodes],
         "answers": [len(episode.rewards) for episode in episodes],
     }
 

@@ -238,9 +238,7 @@ def make_network(script: ModuleType, config, settings, dtype) -> nn.Module:
     network = script.GPT(config)
     network.dtype = dtype
     network.activation_checkpointing = settings.activation_checkpointing
-    script.adapt(network, settings)
-    if settings.lora_rank:
-        script.freeze(network, dtype)
+    script.adapt(network, settings, torch.device("cuda" if dtype == torch.bfloat16 else "cpu"))
     return network
 
 
