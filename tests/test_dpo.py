@@ -555,7 +555,9 @@ def test_other_objectives_end_well(place, straight):
         )
         result = place.result(f"other {objective}")
         assert result["steps"] == 4 and result["after"]["n"] >= 20
-        assert result["settings"]["objective"] == objective and math.isfinite(result["after"]["loss"][0])
+        assert result["settings"]["objective"] == objective and math.isfinite(
+            result["after"]["loss"][0]
+        )
     assert P.load_model("ARTIFACT", str(place.of("other reward")))[0].config.train_seq_len == 2100
     assert f"policy: {place.of(straight) / 'model.upar'}" in place.log("other reward")
 

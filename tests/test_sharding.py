@@ -203,7 +203,9 @@ def test_what_does_not_go_with_shards_is_one_line(place, pairs, monkeypatch):
     for module in (S, D):
         line = "OPTIMIZER='muon': must be adamw, lion or adamw8bit with SHARD=1"
         assert refusal(D.UserError, "", D.Settings, shard=True, optimizer="muon") == line
-        with pytest.raises(module.UserError, match="^SHARD=1: must be 0 with COMPILE=1 or a TEACHER$"):
+        with pytest.raises(
+            module.UserError, match="^SHARD=1: must be 0 with COMPILE=1 or a TEACHER$"
+        ):
             module.Settings(shard=True, compile=True)
     with pytest.raises(S.UserError, match="^SHARD=1: must be 0 with COMPILE=1 or a TEACHER$"):
         S.Settings(shard=True, teacher="runs/x")
