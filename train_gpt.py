@@ -1484,9 +1484,10 @@ def short_conv(x, weight, doc):
     reach = len(weight) - 1
     weight = weight.to(x.dtype)
     y = x[:, reach:] * weight[reach]
-    for back in range(1, reach + 1):
-        same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-        y = y + x[:, reach - back : -back] * weight[reach - back] * same_doc[..., None]
+    for tap in reversed(range(reach)):
+        before = slice(tap, tap - reach)  # the tokens that this tap reads
+        same_doc = doc[:, before] == doc[:, reach:]
+        y = y + x[:, before] * weight[tap] * same_doc[..., None]
     return F.silu(y)
 
 
@@ -1500,21 +1501,22 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        self.light = config.gdn_light
+        light = config.gdn_light
         self.eps = config.norm_eps
         heads = config.num_heads
         width = dim // heads
-        shape = config.gdn_shape or (heads, heads, width // 2 if self.light else width, width)
+        shape = config.gdn_shape or (heads, heads, width // 2 if light else width, width)
         self.key_heads, self.heads, key_width, value_width = shape
         key_dim = self.key_heads * key_width
         value_dim = self.heads * value_width
-        self.splits = (key_dim, key_dim, value_dim)  # of queries, keys and values, for all heads
-        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, value_dim), dim)
+        # Widths of queries, keys and values of all heads, and of the output gate.
+        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if light else 4]
+        self.w_qkvg = matrix(self.splits, dim)
         self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
         # Taps first: with channels first the compiler reads single numbers, not vectors.
-        conv = torch.empty(sum(self.splits), CONV_TAPS).uniform_(-1, 1)
+        conv = torch.empty(2 * key_dim + value_dim, CONV_TAPS).uniform_(-1, 1)
         self.conv = nn.Parameter(conv.mT.contiguous() / CONV_TAPS**0.5)
         # A decay of 0 would be a dead head.
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
@@ -1528,11 +1530,16 @@ class GatedDeltaNet(nn.Module):
         angles: cosines and sines of `rotation`; attention alone reads them, and borders.
         """
         T = x.size(1)
-        qkv, gate = linear(x, self.w_qkvg).tensor_split([sum(self.splits)], dim=-1)
         # In front stand the tokens that the convolution reaches; before a text there are none.
-        qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
-        qkv = short_conv(qkv, self.conv, doc)
-        q, k, v = qkv.split(self.splits, dim=-1)
+        reach = 0 if cache else CONV_TAPS - 1
+        qkvg = linear(F.pad(x, (0, 0, reach, 0)), self.w_qkvg)
+        if cache:
+            qkvg = cache.extend(qkvg)
+        # One convolution each: compiled, it is a part of the norms below. A padded x, not a padded
+        # qkvg, and a single split have gradients that are written once.
+        q, k, v, *gate = qkvg.split(self.splits, dim=-1)
+        taps = self.conv.split(self.splits[:3], dim=1)
+        q, k, v = map(short_conv, (q, k, v), taps, 3 * [doc])
         q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
         v = v.unflatten(-1, (self.heads, -1))
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
@@ -1553,8 +1560,8 @@ class GatedDeltaNet(nn.Module):
         else:
             o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
         o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
-        if not self.light:
-            o = o * F.silu(gate)
+        if gate:
+            o = o * F.silu(gate[0][:, -T:])
         return linear(o, self.w_o)
 
 

@@ -1406,9 +1406,10 @@ def short_conv(x, weight, doc):
     reach = len(weight) - 1
     weight = weight.to(x.dtype)
     y = x[:, reach:] * weight[reach]
-    for back in range(1, reach + 1):
-        same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-        y = y + x[:, reach - back : -back] * weight[reach - back] * same_doc[..., None]
+    for tap in reversed(range(reach)):
+        before = slice(tap, tap - reach)  # the tokens that this tap reads
+        same_doc = doc[:, before] == doc[:, reach:]
+        y = y + x[:, before] * weight[tap] * same_doc[..., None]
     return F.silu(y)
 
 
@@ -1422,21 +1423,22 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        self.light = config.gdn_light
+        light = config.gdn_light
         self.eps = config.norm_eps
         heads = config.num_heads
         width = dim // heads
-        shape = config.gdn_shape or (heads, heads, width // 2 if self.light else width, width)
+        shape = config.gdn_shape or (heads, heads, width // 2 if light else width, width)
         self.key_heads, self.heads, key_width, value_width = shape
         key_dim = self.key_heads * key_width
         value_dim = self.heads * value_width
-        self.splits = (key_dim, key_dim, value_dim)  # of queries, keys and values, for all heads
-        self.w_qkvg = matrix(self.splits if self.light else (*self.splits, value_dim), dim)
+        # Widths of queries, keys and values of all heads, and of the output gate.
+        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if light else 4]
+        self.w_qkvg = matrix(self.splits, dim)
         self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
         # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
         # Taps first: with channels first the compiler reads single numbers, not vectors.
-        conv = torch.empty(sum(self.splits), CONV_TAPS).uniform_(-1, 1)
+        conv = torch.empty(2 * key_dim + value_dim, CONV_TAPS).uniform_(-1, 1)
         self.conv = nn.Parameter(conv.mT.contiguous() / CONV_TAPS**0.5)
         # A decay of 0 would be a dead head.
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
@@ -1450,11 +1452,16 @@ class GatedDeltaNet(nn.Module):
         angles: cosines and sines of `rotation`; attention alone reads them, and borders.
         """
         T = x.size(1)
-        qkv, gate = linear(x, self.w_qkvg).tensor_split([sum(self.splits)], dim=-1)
         # In front stand the tokens that the convolution reaches; before a text there are none.
-        qkv = cache.extend(qkv) if cache else F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
-        qkv = short_conv(qkv, self.conv, doc)
-        q, k, v = qkv.split(self.splits, dim=-1)
+        reach = 0 if cache else CONV_TAPS - 1
+        qkvg = linear(F.pad(x, (0, 0, reach, 0)), self.w_qkvg)
+        if cache:
+            qkvg = cache.extend(qkvg)
+        # One convolution each: compiled, it is a part of the norms below. A padded x, not a padded
+        # qkvg, and a single split have gradients that are written once.
+        q, k, v, *gate = qkvg.split(self.splits, dim=-1)
+        taps = self.conv.split(self.splits[:3], dim=1)
+        q, k, v = map(short_conv, (q, k, v), taps, 3 * [doc])
         q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
         v = v.unflatten(-1, (self.heads, -1))
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
@@ -1475,8 +1482,8 @@ class GatedDeltaNet(nn.Module):
         else:
             o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
         o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
-        if not self.light:
-            o = o * F.silu(gate)
+        if gate:
+            o = o * F.silu(gate[0][:, -T:])
         return linear(o, self.w_o)
 
 
@@ -3234,13 +3241,14 @@ ROOM = 64  # tokens for which a Decoder makes room at a time
 
 @dataclass
 class Sample:
-    """What followed a prompt. The first answer ends it, or a subclass has a method `reply`.
+    """What followed a prompt.
 
-    It is called when a stop token ends an answer, and returns ids with which the text goes on
-    before the next answer. With none the sample ends.
+    A subclass may have a method `reply`, which is called when a stop token ends an answer. It
+    returns ids with which the text goes on before the next answer; with none the sample ends.
+    Without the method the first answer ends it.
     """
 
-    reply = None  # no field
+    reply = None  # without an annotation it is no field
     ids: list[int] = field(default_factory=list)  # stop tokens included
     # of the ids where they were drawn: 0 for greedy ones, None for ids of a reply
     logps: list[float] = field(default_factory=list)
@@ -3294,13 +3302,13 @@ class LayerCache:
         """Keep a tensor under a name."""
         self.kept.setdefault(name, torch.empty_like(value)).copy_(value)
 
-    def extend(self, qkv):
-        """Return qkv (B, T, C) with the CONV_TAPS - 1 tokens before it in front."""
-        qkv = F.pad(qkv, (0, 0, CONV_TAPS - 1, 0))
+    def extend(self, x):
+        """Return x (B, T, C) with the CONV_TAPS - 1 tokens before it in front."""
+        x = F.pad(x, (0, 0, CONV_TAPS - 1, 0))
         if "tail" in self.kept:
-            qkv[:, : CONV_TAPS - 1] = self.kept["tail"]
-        self.keep("tail", qkv[:, 1 - CONV_TAPS :])
-        return qkv
+            x[:, : CONV_TAPS - 1] = self.kept["tail"]
+        self.keep("tail", x[:, 1 - CONV_TAPS :])
+        return x
 
     def recur(self, *inputs):
         """Return the outputs of gdn_chunk, whose state goes on from call to call."""
@@ -3665,7 +3673,10 @@ HANG_SECONDS = 120.0
 
 
 def load_start(settings):
-    """Return the network of INIT_FROM, on the CPU, its tokenizer, and their file, or UserError."""
+    """Return the network of INIT_FROM, on the CPU, its tokenizer, and their file.
+
+    Raises UserError.
+    """
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     network, tokenizer, source = load_model("INIT_FROM", settings.init_from)
@@ -3697,11 +3708,11 @@ def policy_optimizers(network, settings, runtime):
     return Optimizers(network, settings.optimizer, rates, runtime)
 
 
-def fitting_tokens(network, device):
+def fitting_tokens(network):
     """Return the tokens whose activations take about half of the free memory; of 1 GiB on a CPU."""
     free = 1 << 30
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+    if network.embed.is_cuda:
+        free, _ = torch.cuda.mem_get_info()
     # By tools/experiments/memory.py a token takes 75 to 107 bytes per channel and layer of Llama and
     # Qwen3, and 247 of Qwen3.5, whose Gated DeltaNet is wider.
     return max(4096, free // 2 // (250 * network.config.model_dim * len(network.layers)))
@@ -3915,12 +3926,10 @@ class PolicyTrainer:
         if settings.kl_beta:
             # The copy shares the tensors that are not trained: with LoRA it holds adapters alone.
             frozen = {id(param): param for param in model.parameters() if not param.requires_grad}
-            self.ref_model = copy.deepcopy(ref_model or model, frozen)
+            self.ref_model = copy.deepcopy(ref_model or model, frozen).to(self.runtime.device)
         self.optimizers = policy_optimizers(model, settings, self.runtime)
         self.trained = list(self.optimizers.params)
-        self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(
-            model, self.runtime.device
-        )
+        self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(model)
         self.table = quant_table(settings)
         self.qat = False
         self.stop = stop_ids(tokenizer)
@@ -3957,7 +3966,14 @@ class PolicyTrainer:
         length = self.settings.max_new_tokens
         with torch.no_grad(), self.weights(), parametrize.cached():
             generate(
-                self.network, prompts, count, length, temperature, seeds, self.stop, None, answers
+                self.network,
+                prompts,
+                count,
+                length,
+                temperature,
+                seeds,
+                self.stop,
+                samples=answers,
             )
         for answer in answers:
             answer.text = completion(self.tokenizer, answer.prompt, answer.ids)
@@ -3968,7 +3984,8 @@ class PolicyTrainer:
         begin = time.perf_counter()
         settings = self.settings
         size = len(queries) // settings.mini_batches
-        costs = [len(str(query)) for query in queries]  # characters to read and to write
+        # Characters to read and to write; how long a conversation will be is not known.
+        costs = [len(str(query)) for query in queries]
         share = deal(costs, self.runtime.world_size, size)[self.runtime.rank]
         seeds = [(settings.seed, step, number) for number in share]
         queries = [queries[number] for number in share]
@@ -4300,7 +4317,8 @@ def answer_values(network, answers, tokens):
     """
     texts = []
     for number, answer in enumerate(answers):
-        # One target behind the whole text: the mask is where its last token stands.
+        # One target behind the whole text: the mask is where its last token stands. Batches have
+        # another order: the advantage is the answer's number.
         text = [*answer.prompt, *answer.ids]
         texts.append(Answer(prompt=text, ids=[0], logps=[0.0], advantage=number))
     values = torch.zeros(len(answers))
@@ -4640,7 +4658,7 @@ def main():
             raise UserError(
                 f"INIT_FROM={settings.init_from!r}: in each of the first {FIRST_STEPS} steps all "
                 f"samples have one reward (mean {metrics['reward']:.3f}), so nothing can be learned; "
-                "must be another start, or the problems easier"
+                "must be another start, or problems or rewards that some answers get and others do not"
             )
 
     clock.stop()

@@ -52,10 +52,6 @@ def trainer(M, environment, network=None, **changes):
     return made
 
 
-def seeds_of(M, count):
-    return [*range(count)]
-
-
 @both
 @pytest.mark.parametrize("every", [6, 1])
 def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(
@@ -72,7 +68,7 @@ def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(
     monkeypatch.setattr(
         M.Decoder, "read", lambda self, ids: lengths.append(ids.size(1)) or read(self, ids)
     )
-    answers = own.sample_share(seeds_of(M, 3), 0)
+    answers = own.sample_share(range(3), 0)
     if every == 1:
         # The prompt, then an answer of one token and what is said to it: three times, then the end.
         said = len(M.observation_ids(BYTES, "<1>"))
@@ -117,7 +113,7 @@ def test_what_is_learned_is_what_the_policy_drew(M):
             return observation, len(text), done
 
     own = trainer(M, Varied)
-    rollout = own.rollout(seeds_of(M, 4), 0)
+    rollout = own.rollout(range(4), 0)
     (answers,) = rollout.answers
     drawn = sum(logp is not None for answer in answers for logp in answer.logps)
     said = sum(logp is None for answer in answers for logp in answer.logps)
@@ -145,7 +141,7 @@ def test_rewards_are_discounted_by_turn_and_turns_have_a_limit(M):
     assert episode.environment.said == ["a", "b", "c"] and not episode.done
     assert episode.total(0.5) == 1 + 2 * 0.5 + 3 * 0.25 and episode.total(1.0) == 6
     own = trainer(M, Counting, max_turns=1, discount=0.5)
-    metrics = own.train_step(seeds_of(M, 4))
+    metrics = own.train_step(range(4))
     assert metrics["turns"] <= 1 and metrics["dropped"] == 0
     assert metrics["cut"] == 1  # one answer does not end the game of four
 
@@ -245,7 +241,7 @@ def test_an_environment_of_one_turn_is_a_reward_function(M):
         network = policy(M)
         network.load_state_dict(first)
         own = trainer(M, game, network)
-        queries = seeds_of(M, 4)
+        queries = range(4)
         if game is None:
             own.reward_funcs = [lambda prompts, completions, **_: [len(x) % 3 for x in completions]]
             queries = [f"q{number}" for number in range(4)]

@@ -345,10 +345,12 @@ def test_frozen_weights_in_bfloat16_train_merge_and_pack(tied):
         is_half = param_ndim > 1 and not is_adapter
         assert (dtype, is_trained) == (torch.bfloat16 if is_half else torch.float32, is_adapter)
     state = net.state_dict()
-    for name, w in state.items():
-        plain = name.replace("parametrizations.", "").removesuffix(".original")
-        assert plain not in before or torch.equal(w, before[plain].to(w.dtype))
-    assert len(state) > len(before)
+    plain = {
+        name.replace("parametrizations.", "").removesuffix(".original"): w
+        for name, w in state.items()
+    }
+    assert plain.keys() > before.keys()
+    assert all(torch.equal(plain[name], w.to(plain[name].dtype)) for name, w in before.items())
 
     optimizers = train_sft.policy_optimizers(net, settings, ALONE)
     frozen = {name: w.clone() for name, w in net.state_dict().items() if ".lora_" not in name}

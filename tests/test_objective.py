@@ -536,7 +536,7 @@ def scripted(monkeypatch, M, draw=None, longest: int = 6) -> list:
         )
         return (ids[:-1] + [END] if ended else ids), ended
 
-    def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, _, samples):
+    def generate(network, prompts, count, max_new_tokens, temperature, seeds, stop, samples):
         assert stop == {1, END} and not torch.is_grad_enabled()
         seen.extend(seeds)
         found = [(draw or drawn)(seed, s) for seed in seeds for s in range(count)]
@@ -1209,7 +1209,9 @@ def test_quantization_aware_training_samples_and_learns_by_quantized_weights(M, 
         M.generate,
     )
     monkeypatch.setattr(
-        M, "generate", lambda *given: sampled.append(state(given[0])) or original(*given)
+        M,
+        "generate",
+        lambda *given, **more: sampled.append(state(given[0])) or original(*given, **more),
     )
     own.qat, start, twin = True, state(own.network), copy.deepcopy(own.network)
     take(own, QUERIES, lengths_score, multiplier=0.0)
@@ -1238,7 +1240,9 @@ def test_use_as_in_the_first_seed(M, monkeypatch, float32):
     rates = [g["lr"].item() for opt in own.optimizers.all for g in opt.param_groups]
     assert rates == pytest.approx([0.02] * len(rates))
     start, rewarded, seen, original = state(own.network), [], [], M.generate
-    monkeypatch.setattr(M, "generate", lambda *given: seen.append(given[5]) or original(*given))
+    monkeypatch.setattr(
+        M, "generate", lambda *given, **more: seen.append(given[5]) or original(*given, **more)
+    )
 
     def reward_function(queries, texts):
         rewarded.append((queries, texts))

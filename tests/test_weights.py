@@ -34,9 +34,9 @@ def save_tokenizer(folder, tokenizer):
 
 
 def save(folder, step, net, tokenizer=BYTES):
-    """Return a checkpoint of the run in `folder`, as train_gpt.py leaves it."""
+    """Return a checkpoint of the run in `folder`, as post-training leaves it."""
     save_tokenizer(folder, tokenizer)
-    identity = {**vars(net.config), "manifest_sha256": "0", "seed": 1}
+    identity = {**vars(net.config), "tokenizer_sha256": tokenizer.sha256, "seed": 1}
     meta = {"script": "train_gpt.py", "settings": {}, "step": step, "identity": identity}
     with mock.patch.object(T, "KEEP_CHECKPOINTS", 9):
         T.save_checkpoint(folder, step, {"model": net.state_dict(), "training": {}}, meta)
@@ -142,8 +142,9 @@ def test_the_tokenizer_is_the_one_beside(tmp_path):
     artifact, values = pack(packed, net, own)
     check(artifact, values, artifact, own)
     message = "the tokenizer beside it, {} with {} tokens, is not the one of {}, which has 400"
-    (run / "tokenizer.model").write_bytes(larger.content)
-    assert refused(run) == message.format("tokenizer.model", 420, place)
+    for wrong in (other, larger):
+        (run / "tokenizer.model").write_bytes(wrong.content)
+        assert refused(run) == message.format("tokenizer.model", wrong.vocab_size, place)
     (run / "tokenizer.model").unlink()
     assert refused(run) == message.format("bytes", 264, place)
     for wrong in (other, larger):  # an artifact knows the content of its own

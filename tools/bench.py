@@ -516,7 +516,7 @@ def flops_per_token(network: torch.nn.Module, seq_len: int) -> Counter:
             keys = sum(min(position, window) for position in range(1, seq_len + 1)) / seq_len
             parts["attention"] += 12 * mixer.w_o.size(1) * keys
         else:
-            key_width, _, value_width = mixer.splits  # of all heads
+            key_width, _, value_width = mixer.splits[:3]  # of all heads
             parts["Gated DeltaNet"] += 18 * key_width * value_width / mixer.key_heads
     return parts
 

@@ -127,7 +127,6 @@ class Log:
     begun: dict[str, float] = field(default_factory=dict)  # phase -> progress at its start
     machine: dict = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
-    weights: str = ""  # which were chosen
     last: int = 0  # the last step that is logged or saved
     batch: int = 0  # tokens or samples of a step
     columns: list[str] = field(default_factory=list)  # of the table of scores
@@ -237,8 +236,6 @@ def read_line(log: Log, line: str) -> None:
         log.planned[match[1]] = float(match[2]) / 100
     elif match := re.match(r"phase: (\w+) begins at step \d+, (\S+)% of", line):
         log.begun[match[1]] = float(match[2]) / 100
-    elif match := re.match(r"weights: (\w+) chosen", line):
-        log.weights = match[1]
     elif match := re.match(r"batch: a step is (\d+) prompts x (\d+) samples", line):
         log.batch = int(match[1]) * int(match[2])
     elif match := re.match(r"commit:(\S+) hardware:(.*) versions:({.*}) peak_memory_mib:", line):
@@ -397,7 +394,7 @@ def read_artifact(run: Run, quantize: ModuleType) -> None:
     if run.artifact.name != "model.upar":  # a record's, which has no checkpoints
         return
     try:
-        model = quantize.read_weights(str(run.folder), run.log.weights or "raw")
+        model = quantize.read_weights(str(run.folder), "")
         tensors = model.tensors
         model.tensors = {name: tensors[name] for name in tensors if name in artifact.tensors}
         quantize.match_tensors(model, artifact)

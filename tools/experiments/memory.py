@@ -238,6 +238,7 @@ def make_network(script: ModuleType, config, settings, dtype) -> nn.Module:
     network = script.GPT(config)
     network.dtype = dtype
     network.activation_checkpointing = settings.activation_checkpointing
+    # For CUDA alone `adapt` narrows what is not trained.
     script.adapt(network, settings, torch.device("cuda" if dtype == torch.bfloat16 else "cpu"))
     return network
 
