@@ -1474,8 +1474,9 @@ class GatedDeltaNet(nn.Module):
         qkvg = linear(F.pad(x, (0, 0, reach, 0)), self.w_qkvg)
         if cache:
             qkvg = cache.extend(qkvg)
-        # One convolution each: compiled, it is a part of the norms below. A padded x, not a padded
-        # qkvg, and a single split have gradients that are written once.
+        # Three convolutions, so that the compiler joins each with the norm that reads it. x is padded
+        # and not qkvg, which is split once, so that their gradients are written once: a GPU moves a
+        # tenth fewer bytes in a step (docs/lab.md, 2026-11-26).
         q, k, v, *gate = qkvg.split(self.splits, dim=-1)
         taps = self.conv.split(self.splits[:3], dim=1)
         q, k, v = map(short_conv, (q, k, v), taps, 3 * [doc])
