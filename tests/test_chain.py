@@ -103,7 +103,7 @@ def test_every_link_learns(tmp_path):
     sft = chain.train("sft", "train_sft.py", 120, INIT_FROM=chain.of("base"))
     assert sft["gain"]["loss"][1] > 0
     start = dict(INIT_FROM=chain.of("sft"))
-    judge = chain.train("judge", "train_dpo.py", 100, OBJECTIVE="reward", **start)
+    judge = chain.train("judge", "train_dpo.py", 200, OBJECTIVE="reward", **start)
     dpo = chain.train("dpo", "train_dpo.py", 60, **start)
     assert judge["after"]["accuracy"][1] > 0.75 and dpo["after"]["accuracy"][1] > 0.75
     ppo = chain.train("ppo", "train_ppo.py", 100, EVAL_PROMPTS=256, **start)
