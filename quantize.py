@@ -1415,16 +1415,15 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        light = config.gdn_light
         self.eps = config.norm_eps
         heads = config.num_heads
         width = dim // heads
-        shape = config.gdn_shape or (heads, heads, width // 2 if light else width, width)
+        shape = config.gdn_shape or (heads, heads, width // 2 if config.gdn_light else width, width)
         self.key_heads, self.heads, key_width, value_width = shape
         key_dim = self.key_heads * key_width
         value_dim = self.heads * value_width
         # Widths of queries, keys and values of all heads, and of the output gate.
-        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if light else 4]
+        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if config.gdn_light else 4]
         self.w_qkvg = matrix(self.splits, dim)
         self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
@@ -1444,9 +1443,9 @@ class GatedDeltaNet(nn.Module):
         angles: cosines and sines of `rotation`; attention alone reads them, and borders.
         """
         T = x.size(1)
-        # In front stand the tokens that the convolution reaches; before a text there are none.
-        reach = 0 if cache else CONV_TAPS - 1
-        qkvg = linear(F.pad(x, (0, 0, reach, 0)), self.w_qkvg)
+        # In front stand the tokens that the convolution reaches: zeros, or those of the cache.
+        padded = x if cache else F.pad(x, (0, 0, CONV_TAPS - 1, 0))
+        qkvg = linear(padded, self.w_qkvg)
         if cache:
             qkvg = cache.extend(qkvg)
         # Three convolutions, so that the compiler joins each with the norm that reads it. x is padded
@@ -2583,8 +2582,8 @@ def read_weights(path, average=""):
 
 def read_packed(path):
     """Return the weights of an artifact, or of a run's."""
-    packed = Path(path) / "model.upar"
-    return read_weights(str(packed) if Path(path).is_dir() else path)
+    folder = Path(path)
+    return read_weights(str(folder / "model.upar") if folder.is_dir() else path)
 
 
 def write_folder(out, files):
@@ -2883,9 +2882,9 @@ def check_codes(source, model, settings):
         bits = table[kind]["bits"]
         require(part.bits == bits, f"{what}{part.bits} bits, {bits} by the settings of {whose}")
         rows = w.flatten(1)
-        step = part.scale.float()
+        step = part.scale.float().clamp(min=2**-24)  # older artifacts have scales of 0
         error = (rows - part.codes * step).double().norm()
-        least = (rows - round_to(rows, step, bits) * step).double().norm().item()
+        least = (rows - round_to(rows, step, bits) * step).double().norm()
         times = error / max(least, 1e-12)
         require(times <= 4, f"{what}{times:.3g} times the error of the nearest codes to {whose}")
         usual = quantize(w, **table[kind])[1].item()
@@ -2906,8 +2905,7 @@ def measure_tensor(name, source, model):
         sums["entropy"] = (counts * np.log2(counts.sum() / counts)).sum()
         coder = f"{part.bits}-bit rans"
     else:
-        bits = 32 if name.endswith(FLOAT32_CONTROLS) else 16
-        coder = f"{bits}-bit zstd"
+        coder = "32-bit zstd" if name.endswith(FLOAT32_CONTROLS) else "16-bit zstd"
     sums[coder] = 1
     if model:
         before = model.tensors[name].double()
@@ -3002,8 +3000,9 @@ def verify(args):
     rebuild(source)
     if args.checkpoint:
         compare_packed(source, read_weights(args.checkpoint, args.weights))
-    sha256 = sha256_file(source.path)
-    print(f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256}")
+    print(
+        f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}"
+    )
 
 
 def compare(args):

@@ -1435,16 +1435,15 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        light = config.gdn_light
         self.eps = config.norm_eps
         heads = config.num_heads
         width = dim // heads
-        shape = config.gdn_shape or (heads, heads, width // 2 if light else width, width)
+        shape = config.gdn_shape or (heads, heads, width // 2 if config.gdn_light else width, width)
         self.key_heads, self.heads, key_width, value_width = shape
         key_dim = self.key_heads * key_width
         value_dim = self.heads * value_width
         # Widths of queries, keys and values of all heads, and of the output gate.
-        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if light else 4]
+        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if config.gdn_light else 4]
         self.w_qkvg = matrix(self.splits, dim)
         self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
@@ -1464,9 +1463,9 @@ class GatedDeltaNet(nn.Module):
         angles: cosines and sines of `rotation`; attention alone reads them, and borders.
         """
         T = x.size(1)
-        # In front stand the tokens that the convolution reaches; before a text there are none.
-        reach = 0 if cache else CONV_TAPS - 1
-        qkvg = linear(F.pad(x, (0, 0, reach, 0)), self.w_qkvg)
+        # In front stand the tokens that the convolution reaches: zeros, or those of the cache.
+        padded = x if cache else F.pad(x, (0, 0, CONV_TAPS - 1, 0))
+        qkvg = linear(padded, self.w_qkvg)
         if cache:
             qkvg = cache.extend(qkvg)
         # Three convolutions, so that the compiler joins each with the norm that reads it. x is padded
@@ -3953,29 +3952,30 @@ class PolicyTrainer:
         """Return the context of the weights that sample and are scored: under QAT the rounded."""
         return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
 
-    def begin_answers(self, query, count):
-        """Return `count` Answers to a query that are yet to be sampled. Raises UserError."""
+    def new_answers(self, query, count):
+        """Return `count` Answers to a query that are yet to be sampled."""
         prompt = asked_ids(self.tokenizer, [("<|user|>", prompt_of(query))])
         return [Answer(query=query, prompt=prompt) for _ in range(count)]
 
-    def check_room(self, prompt):
-        """Raise UserError if there is no room for an answer behind a prompt, a list of ids."""
+    def begin_answers(self, queries, count):
+        """Return new_answers to all queries. Raises UserError if there is no room for one."""
         length = self.settings.max_new_tokens
         context = self.network.config.train_seq_len
-        if len(prompt) + length > context:
-            raise UserError(
-                f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has "
-                f"{len(prompt)} tokens, and the model's context is {context}"
-            )
+        answers = []
+        for query in queries:
+            answers += self.new_answers(query, count)
+            tokens = len(answers[-1].prompt)
+            if tokens + length > context:
+                raise UserError(
+                    f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has "
+                    f"{tokens} tokens, and the model's context is {context}"
+                )
+        return answers
 
     def sample(self, queries, count, temperature, seeds):
         """Return `count` Answers to each query, query by query, by the weights that are scored."""
-        answers = []
-        for query in queries:
-            answers += self.begin_answers(query, count)
+        answers = self.begin_answers(queries, count)
         prompts = [answer.prompt for answer in answers[::count]]
-        for prompt in prompts:
-            self.check_room(prompt)
         length = self.settings.max_new_tokens
         with torch.no_grad(), self.weights(), parametrize.cached():
             generate(
@@ -4430,7 +4430,7 @@ class EpisodeTrainer(PolicyTrainer):
 
     environment: type  # set before use
 
-    def begin_answers(self, query, count):
+    def new_answers(self, query, count):
         """Return `count` Episodes of a seed. It decides the prompt, so all of them have the same."""
         parts = self.environment, query, self.tokenizer, self.settings
         return [Episode(*parts) for _ in range(count)]
@@ -4641,8 +4641,7 @@ def main():
         trainer.environment = load_environment(settings.environment)
     else:
         trainer = GSPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
-        for problem in problems + choice + held_out:  # or a UserError later, in mid-run
-            trainer.check_room(trainer.begin_answers(problem, 1)[0].prompt)
+        trainer.begin_answers(problems + choice + held_out, 1)  # or a UserError later, in mid-run
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):

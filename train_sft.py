@@ -1567,16 +1567,15 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         dim = config.model_dim
-        light = config.gdn_light
         self.eps = config.norm_eps
         heads = config.num_heads
         width = dim // heads
-        shape = config.gdn_shape or (heads, heads, width // 2 if light else width, width)
+        shape = config.gdn_shape or (heads, heads, width // 2 if config.gdn_light else width, width)
         self.key_heads, self.heads, key_width, value_width = shape
         key_dim = self.key_heads * key_width
         value_dim = self.heads * value_width
         # Widths of queries, keys and values of all heads, and of the output gate.
-        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if light else 4]
+        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if config.gdn_light else 4]
         self.w_qkvg = matrix(self.splits, dim)
         self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
         self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
@@ -1596,9 +1595,9 @@ class GatedDeltaNet(nn.Module):
         angles: cosines and sines of `rotation`; attention alone reads them, and borders.
         """
         T = x.size(1)
-        # In front stand the tokens that the convolution reaches; before a text there are none.
-        reach = 0 if cache else CONV_TAPS - 1
-        qkvg = linear(F.pad(x, (0, 0, reach, 0)), self.w_qkvg)
+        # In front stand the tokens that the convolution reaches: zeros, or those of the cache.
+        padded = x if cache else F.pad(x, (0, 0, CONV_TAPS - 1, 0))
+        qkvg = linear(padded, self.w_qkvg)
         if cache:
             qkvg = cache.extend(qkvg)
         # Three convolutions, so that the compiler joins each with the norm that reads it. x is padded

@@ -440,6 +440,17 @@ def test_verify_says_no(call, place, tmp_path):
         assert code == 1 and fault in error, (name, fault, error)
 
 
+def test_a_tensor_of_zeros_may_have_a_scale_of_zero(place):
+    """Artifacts had one until the smallest scale that float16 has took its place."""
+    source = Q.read_weights(str(place / "run" / "model.upar"))
+    name = "mixers.1.w_o"
+    bits = source.coded[name].bits
+    zeros = torch.zeros_like(source.tensors[name])
+    source.coded[name] = Q.Coded(zeros.to(torch.int8), torch.zeros(1, dtype=torch.float16), bits)
+    model = Q.Weights(place / "run", {name: zeros}, source.shape)
+    Q.check_codes(source, model, Q.Settings(matrix_bits=bits))
+
+
 # ---------------------------------------------------------------------------------------- mistakes
 QUANTIZED = "MATRIX_BITS: the weights of {artifact} are quantized"
 OTHER = "bytes has 264 tokens; must be the tokenizer of"

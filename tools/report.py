@@ -394,7 +394,7 @@ def read_artifact(run: Run, quantize: ModuleType) -> None:
     if run.artifact.name != "model.upar":  # a record's, which has no checkpoints
         return
     try:
-        model = quantize.read_weights(str(run.folder), "")
+        model = quantize.read_weights(str(run.folder))
         tensors = model.tensors
         model.tensors = {name: tensors[name] for name in tensors if name in artifact.tensors}
         quantize.match_tensors(model, artifact)
