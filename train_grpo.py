@@ -897,7 +897,7 @@ def loss_kernel():
     import triton.language as tl
 
     @triton.jit
-    def loss(X, Y, LOSS, LSE, D, DX, V, CAP, BLOCK: tl.constexpr, GRAD: tl.constexpr):
+    def loss(X, Y, LOSS, LSE, D, DL, DX, V, CAP, BLOCK: tl.constexpr, GRAD: tl.constexpr):
         # A program has one row of X. Logits are less CAP here, so that exp cannot overflow.
         row = tl.program_id(0).to(tl.int64)
         y = tl.load(Y + row)
@@ -910,7 +910,8 @@ def loss_kernel():
             u = tl.sigmoid(-2 * x / CAP)  # the logit, less CAP, is -2 CAP u
             p = tl.exp(-2 * CAP * u - lse)
             if GRAD:
-                dz = tl.load(D + row) * tl.where(at == y, p - 1, p)
+                d = tl.load(D + row)
+                dz = (d + tl.load(DL + row)) * p - tl.where(at == y, d, 0.0)
                 tl.store(DX + row * V + at, dz * 4 * u * (1 - u), mask=at < V)
             else:
                 total += tl.sum(tl.where(at < V, p, 0.0))
@@ -979,12 +980,19 @@ def triton_scan(factors, terms, state, reverse):
 
 def keep_scan(ctx, inputs, output):
     """Keep what gdn_scan_backward needs."""
-    ctx.save_for_backward(inputs[0], output)
+    factors, _, _, ctx.reverse = inputs
+    ctx.save_for_backward(factors, output)
 
 
 def gdn_scan_backward(ctx, d_states):
-    """Return the gradients of gdn_scan's inputs, given that of the states by what reads them."""
+    """Return the gradients of gdn_scan's inputs, given that of the states by what reads them.
+
+    The gradient of each direction is a scan in the other one, so second derivatives are right too.
+    """
     factors, states = ctx.saved_tensors
+    if ctx.reverse:
+        r = gdn_scan(factors, d_states[1:], d_states[0], False)
+        return states[1:] @ r[:-1].mT, r[:-1], r[-1], None
     r = gdn_scan(factors, d_states[:-1], d_states[-1], True)
     return r[1:] @ states[:-1].mT, r[1:], r[0], None
 
@@ -1088,16 +1096,19 @@ def softcap_loss(logits: Tensor, targets: Tensor, cap: float) -> tuple[Tensor, T
     """Return what cross_entropy returns, and logsumexps: logits are never widened in memory."""
     losses, lse = loss_outputs(logits, targets, cap)
     rows, width = logits.shape
-    # The last two losses stand for tensors of the backward pass.
-    loss_kernel()[rows,](logits, targets, losses, lse, losses, losses, width, cap, 2048, False)
+    # The last three losses stand for tensors of the backward pass.
+    unused = 3 * [losses]
+    loss_kernel()[rows,](logits, targets, losses, lse, *unused, width, cap, 2048, False)
     return losses, lse
 
 
-def softcap_grad(logits: Tensor, targets: Tensor, lse: Tensor, d: Tensor, cap: float) -> Tensor:
-    """Return the gradient of softcap_loss by its logits, given d (N,) by its losses."""
+def softcap_grad(
+    logits: Tensor, targets: Tensor, lse: Tensor, d: Tensor, d_lse: Tensor, cap: float
+) -> Tensor:
+    """Return the gradient of softcap_loss by its logits, given d and d_lse (N,) by its outputs."""
     grad = torch.empty_like(logits)
     rows, width = logits.shape
-    loss_kernel()[rows,](logits, targets, lse, lse, d, grad, width, cap, 2048, True)
+    loss_kernel()[rows,](logits, targets, lse, lse, d, d_lse, grad, width, cap, 2048, True)
     return grad
 
 
@@ -1110,11 +1121,11 @@ def keep_loss(ctx, inputs, output):
     ctx.save_for_backward(logits, targets, output[1])
 
 
-def softcap_backward(ctx, d, _):
+def softcap_backward(ctx, d, d_lse):
     """Return the gradients of softcap_loss's inputs."""
     logits, targets, lse = ctx.saved_tensors
     d = d.where(targets >= 0, 0.0)  # -1 has no loss
-    return softcap_grad(logits, targets, lse, d, ctx.cap), None, None
+    return softcap_grad(logits, targets, lse, d, d_lse, ctx.cap), None, None
 
 
 softcap_loss = register("softcap_loss", softcap_loss, loss_outputs, softcap_backward, keep_loss)

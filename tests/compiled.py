@@ -55,7 +55,7 @@ def main():
                 found[name] = resources(T.scan_kernel(), types, constants, capability, 8)
         for logits in ("*bf16", "*fp32"):
             types = {"X": logits, "Y": "*i64", "LOSS": "*fp32", "LSE": "*fp32", "D": "*fp32"}
-            types |= {"DX": logits, "V": "i32", "CAP": "fp32"}
+            types |= {"DL": "*fp32", "DX": logits, "V": "i32", "CAP": "fp32"}
             for grad in (False, True):
                 constants = {"BLOCK": 2048, "GRAD": grad}
                 name = f"loss of {logits}, gradient {grad}, sm_{capability}"

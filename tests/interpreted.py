@@ -60,7 +60,10 @@ def scan_errors(key, value):
 
 
 def loss_errors(rows, width, dtype):
-    """Return the errors of losses and of the gradient by the logits; some targets are -1."""
+    """Return the errors of losses and logsumexps and of the gradients by the logits.
+
+    Some targets are -1. A loss on the logsumexps, such as a z-loss, has a gradient too.
+    """
     random = torch.Generator().manual_seed(width)
     logits = (12 * torch.randn(rows, width, generator=random)).to(dtype)
     targets = torch.randint(-1, width, (rows,), generator=random)
@@ -69,13 +72,23 @@ def loss_errors(rows, width, dtype):
     exact = logits.double().requires_grad_()
     capped = 30 * torch.tanh(exact / 30)
     wanted = F.cross_entropy(capped, targets, ignore_index=-1, reduction="none")
-    (wanted_grad,) = torch.autograd.grad((wanted * weights).sum(), exact)
+    wanted_lse = capped.logsumexp(1) - 30  # the kernel's logits are less their cap
+    z_losses = (wanted_lse.square() * weights).sum()
+    (wanted_grad,) = torch.autograd.grad((wanted * weights).sum(), exact, retain_graph=True)
+    (wanted_z_grad,) = torch.autograd.grad(z_losses, exact)
     logits.requires_grad_()
-    found, _ = T.softcap_loss(logits, targets, 30.0)
-    (found_grad,) = torch.autograd.grad((found * weights).sum(), logits)
+    found, found_lse = T.softcap_loss(logits, targets, 30.0)
+    z_losses = (found_lse.square() * weights).sum()
+    (found_grad,) = torch.autograd.grad((found * weights).sum(), logits, retain_graph=True)
+    (found_z_grad,) = torch.autograd.grad(z_losses, logits)
     assert found[0] == 0 and not found_grad[0].any()  # a target of -1
     name = f"loss {rows} x {width}, {dtype}"
-    return {name: error(found, wanted), f"{name}, gradient": error(found_grad, wanted_grad)}
+    return {
+        name: error(found, wanted),
+        f"{name}, logsumexp": error(found_lse, wanted_lse),
+        f"{name}, gradient": error(found_grad, wanted_grad),
+        f"{name}, gradient of a z-loss": error(found_z_grad, wanted_z_grad),
+    }
 
 
 def fla_errors(heads, key, value, length):

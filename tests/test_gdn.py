@@ -2,6 +2,7 @@
 recurrence.
 """
 
+import functools
 import shutil
 
 import numpy as np
@@ -286,7 +287,10 @@ def test_the_scan_and_its_gradients():
     torch.testing.assert_close(
         gdn.gdn_scan(*inputs, True), torch.stack(expected), rtol=0, atol=1e-11
     )
-    assert torch.autograd.gradcheck(lambda *inputs: gdn.gdn_scan(*inputs, False), inputs)
+    for reverse in (False, True):
+        scan = functools.partial(gdn.gdn_scan, reverse=reverse)
+        assert torch.autograd.gradcheck(scan, inputs)
+        assert torch.autograd.gradgradcheck(scan, inputs)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
