@@ -76,6 +76,7 @@ POST = dict(
     MAX_WALLCLOCK_SECONDS=0,
     RESERVE_SECONDS=0,
     SAVE_EVERY=4,
+    SAMPLES_EVERY=3,
     LEARNING_RATE=0.003,
 )
 # Forks a process for each line of its input: a command line `words`, or T.main() of `script` behind

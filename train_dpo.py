@@ -3156,7 +3156,9 @@ def replayed_progress(settings):
 
 
 def make_tracker(settings, folder):
-    """Return track(metrics, step), which feeds TensorBoard or W&B; None if TRACKER is none.
+    """Return track(values, step), which feeds TensorBoard or W&B; None if TRACKER is none.
+
+    values: numbers or texts by name, and what else W&B takes.
 
     Raises UserError if the package is not installed.
     """
@@ -3175,9 +3177,13 @@ def make_tracker(settings, folder):
 
             def track(metrics, step):
                 for name, value in metrics.items():
-                    writer.add_scalar(name, value, step)
+                    add = writer.add_text if isinstance(value, str) else writer.add_scalar
+                    add(name, value, step)
                 writer.flush()  # the values stay, however the run ends
 
+            # Markdown takes a line that begins with four spaces as it is.
+            lines = [f"    {name}={value}" for name, value in asdict(settings).items()]
+            track({"settings": "\n".join(lines)}, 0)
             return track
     except ImportError:
         name = settings.tracker

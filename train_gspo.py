@@ -128,6 +128,7 @@ class Settings:
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
+    samples_every: int = 10  # steps between answers in samples.jsonl; 0: those of scores alone
     # optimizer
     # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
     optimizer: Literal["muon", "lion", "adamw"] = "adamw"
@@ -2958,7 +2959,9 @@ def replayed_progress(settings):
 
 
 def make_tracker(settings, folder):
-    """Return track(metrics, step), which feeds TensorBoard or W&B; None if TRACKER is none.
+    """Return track(values, step), which feeds TensorBoard or W&B; None if TRACKER is none.
+
+    values: numbers or texts by name, and what else W&B takes.
 
     Raises UserError if the package is not installed.
     """
@@ -2977,9 +2980,13 @@ def make_tracker(settings, folder):
 
             def track(metrics, step):
                 for name, value in metrics.items():
-                    writer.add_scalar(name, value, step)
+                    add = writer.add_text if isinstance(value, str) else writer.add_scalar
+                    add(name, value, step)
                 writer.flush()  # the values stay, however the run ends
 
+            # Markdown takes a line that begins with four spaces as it is.
+            lines = [f"    {name}={value}" for name, value in asdict(settings).items()]
+            track({"settings": "\n".join(lines)}, 0)
             return track
     except ImportError:
         name = settings.tracker
@@ -3758,6 +3765,150 @@ def mean_interval(values):
 # === end: intervals ===
 
 
+# === shared: samples ===
+RECORDED_PROMPTS = 4  # whose answers are recorded at a step or a scoring
+SHOWN_CHARACTERS = 400  # of a text in the log and in errors, at most
+
+
+def shown_text(text, limit=SHOWN_CHARACTERS):
+    """Return a text in quotes on one line: newlines as \\n, other control characters escaped.
+
+    Of a long text its middle is left out, with the count of its characters: rewards are hacked at
+    both ends.
+    """
+    if len(text) <= limit:
+        return repr(text)
+    end = limit // 4
+    begin = limit - end
+    middle = f"[{len(text) - limit} characters left out]"
+    return f"{text[:begin]!r} {middle} {text[-end:]!r}"
+
+
+def shown_answer(answer, limit=SHOWN_CHARACTERS):
+    """Return the reward, its parts and the text of an Answer on one line."""
+    parts = ""
+    if len(answer.rewards) > 1:
+        values = {name: "none" if x is None else f"{x:.4g}" for name, x in answer.rewards.items()}
+        parts = f" ({name_values(values)})"
+    cut = "" if answer.finished else ", cut at MAX_NEW_TOKENS"
+    return f"{answer.reward:.4g}{parts} {shown_text(answer.text, limit)}{cut}"
+
+
+def shown_groups(groups):
+    """Return lines that show the prompts and answers of groups: each a prompt's Answers."""
+    lines = []
+    for group in groups:
+        lines.append(f"prompt {shown_text(group[0].asked())}")
+        lines += [f"    {shown_answer(answer)}" for answer in group]
+    return lines
+
+
+class Samples:
+    """samples.jsonl of a run: some prompts, all their completions and what these are rewarded with.
+
+    It has a JSON object a line, for steps that are multiples of SAMPLES_EVERY, for the first one,
+    and for each scoring. The log has a prompt's best and worst answer at the start, at each tenth of
+    the run and at the end. All of them are rank 0's: other ranks record nothing.
+    """
+
+    def __init__(self, run, has_advantages=True):
+        self.run = run
+        self.has_advantages = has_advantages  # of answers; PPO's are of tokens
+        self.path = run.folder / "samples.jsonl"
+        self.tenth = 0  # of the run, whose answers the log has
+
+    def resume(self):
+        """Leave out what was recorded after the checkpoint: those steps are made again."""
+        run = self.run
+        if run.runtime.rank or not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            with contextlib.suppress(ValueError):  # a line that was cut when the process was killed
+                row = json.loads(line)
+                # The validation of this step is made again, too; the first scoring is not.
+                is_again = row["phase"] == "held_out" and 0 < row["step"] == run.step
+                if row["step"] <= run.step and not is_again:
+                    kept.append(line)
+        replace_file(self.path, b"".join(kept))
+
+    def record(self, phase, step, groups):
+        """Write the groups of a step, and give them to the tracker; groups: each a prompt's Answers."""
+        run = self.run
+        if run.runtime.rank:
+            return
+        groups = groups[:RECORDED_PROMPTS]
+        rows = [answer.row(phase, step) for answer in itertools.chain(*groups)]
+        if phase == "held_out" or not self.has_advantages:
+            rows = [{**row, "advantage": None} for row in rows]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        try:
+            with open(self.path, "ab") as file:
+                file.write("".join(lines).encode(errors="backslashreplace"))
+        except OSError as error:  # as for log.txt
+            sys.stderr.write(f"{self.path.name}: {error}\n")
+        if run.log.track:
+            run.log.track({f"samples/{phase}": self.tracked(rows, groups)}, step)
+
+    def tracked(self, rows, groups):
+        """Return rows for the tracker: a table of W&B, or a text for TensorBoard."""
+        if self.run.settings.tracker == "wandb":
+            import wandb
+
+            data = [[*{**row, "rewards": str(row["rewards"])}.values()] for row in rows]
+            return wandb.Table(columns=[*rows[0]], data=data, allow_mixed_types=True)
+        # Markdown takes lines that begin with four spaces as they are.
+        return "\n".join(f"    {line}" for line in shown_groups(groups))
+
+    def show(self, title, groups):
+        """Log the best and the worst answer to the prompt whose rewards differ most."""
+        groups = [sorted(group, key=lambda answer: answer.reward) for group in groups]
+        group = max(groups, key=lambda group: group[-1].reward - group[0].reward)
+        log = self.run.log
+        log(f"sample: {title}, prompt {shown_text(group[0].asked())}")
+        log(f"sample:   best  {shown_answer(group[-1])}")
+        log(f"sample:   worst {shown_answer(group[0])}")
+
+    def scored(self, title, exam):
+        """Record the answers of a scoring; log two of them, with a title."""
+        step = self.run.step
+        if exam.answers:
+            self.record("held_out", step, exam.answers)
+            self.show(f"{title}, held out", exam.answers[:RECORDED_PROMPTS])
+
+    def trained(self, rollout, progress):
+        """Record the answers of the step that begins, if it is due; log two at each tenth."""
+        run = self.run
+        every = run.settings.samples_every
+        step = run.step + 1
+        groups = rollout.groups(run.settings.group_size)
+        if every and (step == 1 or step % every == 0):
+            self.record("train", step, groups)
+        tenth = min(9, int(10 * progress))  # the last one is the end's
+        if tenth > self.tenth:
+            self.show(f"step {step}, {progress:.0%} of the run", groups[:RECORDED_PROMPTS])
+        self.tenth = tenth
+
+
+def dead_start(run, rollout, reason):
+    """Log three answers of a run whose first steps teach nothing; return the error to raise."""
+    settings = run.settings
+    groups = rollout.groups(settings.group_size)
+    answers = [group[0] for group in groups[:3]] if len(groups) > 2 else groups[0][:3]
+    for answer in answers:
+        run.log(f"sample: prompt {shown_text(answer.asked())}")
+        run.log(f"sample:   {shown_answer(answer)}")
+    texts = "; ".join(shown_answer(answer, 60) for answer in answers)
+    return UserError(
+        f"INIT_FROM={settings.init_from!r}: {reason}, so nothing can be learned; must be another "
+        "start, or problems or rewards that some answers get and others do not. Rewards and texts "
+        f"of three answers: {texts}"
+    )
+
+
+# === end: samples ===
+
+
 # === shared: policy ===
 EVAL_SAMPLES = 8  # of each held-out problem
 EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
@@ -3777,10 +3928,32 @@ class Answer(Sample):
     prompt: list[int] = ()
     text: str = ""  # of a conversation all of it, what the environment says, too
     advantage: float = 0.0  # for PPO the reward, from which it estimates those of the tokens
+    reward: float = 0.0  # the weighted sum of `rewards`
+    rewards: dict[str, float | None] = field(default_factory=dict)  # by the function's name
+    temperature: float = 0.0  # it was drawn at; 0: the likeliest tokens
 
     def length(self):
         """Return the number of tokens that the policy drew."""
         return len(self.ids) - self.logps.count(None)
+
+    def asked(self):
+        """Return the text of the prompt."""
+        return prompt_of(self.query)
+
+    def row(self, phase, step):
+        """Return what samples.jsonl has of the answer."""
+        return {
+            "step": step,
+            "phase": phase,
+            "prompt": self.asked(),
+            "completion": self.text,
+            "rewards": self.rewards,
+            "reward": self.reward,
+            "advantage": self.advantage,
+            "finished": self.finished,
+            "answer": self.query.get("answer") if isinstance(self.query, dict) else None,
+            "temperature": self.temperature,
+        }
 
 
 @dataclass
@@ -3789,6 +3962,11 @@ class Rollout:
 
     answers: list[list[Answer]]  # of this rank, by mini-batch
     metrics: dict[str, float]  # of all ranks
+
+    def groups(self, size):
+        """Return the answers by prompt, `size` of each."""
+        answers = [*itertools.chain(*self.answers)]
+        return [answers[start : start + size] for start in range(0, len(answers), size)]
 
 
 def prompts_unit(settings, ranks):
@@ -3862,7 +4040,11 @@ def sum_rewards(functions, answers):
     if isinstance(queries[0], dict):
         for name in queries[0].keys() - {"prompt"}:
             columns[name] = [query[name] for query in queries]
-    return sum(checked_rewards(function(**columns), answers) for function in functions)
+    total = sum(checked_rewards(function(**columns), answers) for function in functions)
+    for answer, reward in zip(answers, total.tolist(), strict=True):
+        answer.reward = reward
+        answer.rewards = {"reward": reward}
+    return total
 
 
 def make_batches(answers, device, tokens):
@@ -3986,6 +4168,8 @@ class PolicyTrainer:
     def sample(self, queries, count, temperature, seeds):
         """Return `count` Answers to each query, query by query, by the weights that are scored."""
         answers = self.begin_answers(queries, count)
+        for answer in answers:
+            answer.temperature = temperature
         prompts = [answer.prompt for answer in answers[::count]]
         length = self.settings.max_new_tokens
         with torch.no_grad(), self.weights(), parametrize.cached():
@@ -4118,6 +4302,7 @@ class Exam(Saved):
         self.problems = problems
         self.reward = reward
         self.before = {}  # as of scores()
+        self.answers = []  # of this rank's first problems at the last scoring, by problem
 
     def marks(self, trainer, problems, count, temperature, mark=None):
         """Return the marks of `count` answers to each problem, (n, count), float64.
@@ -4131,11 +4316,15 @@ class Exam(Saved):
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
         answers = trainer.sample(problems[share], count, temperature, seeds[share])
         values = mark(answers) if mark else trainer.grades(answers, self.reward) >= 1
+        groups = [answers[start : start + count] for start in range(0, len(answers), count)]
+        pairs = itertools.zip_longest(self.answers, groups[:RECORDED_PROMPTS], fillvalue=[])
+        self.answers = [[*before, *group] for before, group in pairs]
         marks[share] = values.view(-1, count).to(marks)
         return runtime.sum(marks)
 
     def scores(self, trainer):
         """Return scores by problem, (n,) each: greedy, and mean and best of EVAL_SAMPLES samples."""
+        self.answers = []
         greedy = self.marks(trainer, self.problems, 1, 0.0)
         temperature = trainer.settings.temperature
         sampled = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
@@ -4173,7 +4362,7 @@ def open_run(settings, runtime, network, tokenizer):
     return run, checkpoint
 
 
-def begin_run(run, trainer, exam, checkpoint):
+def begin_run(run, trainer, exam, samples, checkpoint):
     """Load the checkpoint, or score the start; log what is trained and where it begins."""
     settings = run.settings
     network = trainer.network
@@ -4193,6 +4382,7 @@ def begin_run(run, trainer, exam, checkpoint):
     network.compiled = settings.compile  # of generation; sampling here compiles it
     if checkpoint:
         run.load(checkpoint)
+        samples.resume()
         if settings.compile:
             exam.scores(trainer)
     else:
@@ -4200,6 +4390,7 @@ def begin_run(run, trainer, exam, checkpoint):
     start = score_intervals(exam.before)
     if not checkpoint:
         run.log.metrics(0, held_out_metrics(start))
+        samples.scored("start", exam)
     run.log(score_table({"before": start}, start))
 
 
@@ -4293,7 +4484,7 @@ def pack_policy(run, trainer, source):
     return content
 
 
-def score_artifact(run, trainer, exam):
+def score_artifact(run, trainer, exam, samples):
     """Score the policy that the artifact file alone gives back; return all scores for result.json."""
     trainer.network, _, _ = load_model("ARTIFACT", str(run.folder))
     trainer.network.to(run.runtime.device)
@@ -4305,6 +4496,7 @@ def score_artifact(run, trainer, exam):
         "gain": exam.gain(after),
     }
     run.log.metrics(run.step, held_out_metrics(scores["after"]))
+    samples.scored("end", exam)
     run.log(score_table(scores, scores["gain"]))
     return scores
 
@@ -4385,13 +4577,17 @@ class Episode(Answer):
         super().__init__(query=seed)
         self.tokenizer = tokenizer
         self.settings = settings
-        self.rewards = []  # of the answers that step was given; MAX_NEW_TOKENS may cut one more
+        self.earned = []  # of the answers that step was given; MAX_NEW_TOKENS may cut one more
         self.done = False  # whether the environment ended it
         self.fault = ""
         self.place = 0  # number of ids before the present answer
         self.environment = self.call(environment)
-        first_turn = ("<|user|>", self.call(self.reset, seed) or "?")
-        self.prompt = asked_ids(tokenizer, [first_turn])
+        self.first_text = self.call(self.reset, seed) or "?"
+        self.prompt = asked_ids(tokenizer, [("<|user|>", self.first_text)])
+
+    def asked(self):
+        """Return the text of the prompt."""
+        return self.first_text
 
     def call(self, function, *arguments):
         """Return what a function of the environment returns; None if it has a fault."""
@@ -4414,8 +4610,8 @@ class Episode(Answer):
         observation, reward, self.done = self.environment.step(text)
         if not math.isfinite(reward):
             raise ValueError(f"step returned the reward {reward}")
-        self.rewards.append(float(reward))
-        if self.done or len(self.rewards) == self.settings.max_turns:
+        self.earned.append(float(reward))
+        if self.done or len(self.earned) == self.settings.max_turns:
             return []
         return observation_ids(self.tokenizer, observation)
 
@@ -4428,8 +4624,10 @@ class Episode(Answer):
         return given
 
     def total(self, discount):
-        """Return the sum of the rewards; those of later answers count less."""
-        return sum(reward * discount**turn for turn, reward in enumerate(self.rewards))
+        """Return the sum of the rewards, which it keeps; those of later answers count less."""
+        self.reward = sum(reward * discount**turn for turn, reward in enumerate(self.earned))
+        self.rewards = {f"turn{turn}": reward for turn, reward in enumerate(self.earned, 1)}
+        return self.reward
 
 
 class EpisodeTrainer(PolicyTrainer):
@@ -4464,7 +4662,7 @@ class EpisodeTrainer(PolicyTrainer):
             if answer.fault:
                 answer.logps = [None] * len(answer.ids)  # nothing of it is learned
         rollout = super().make_rollout(answers, rewards, advantages)
-        facts = [(len(one.rewards), not one.done, bool(one.fault)) for one in answers]
+        facts = [(len(one.earned), not one.done, bool(one.fault)) for one in answers]
         means, _ = moments(torch.tensor(facts).T, self.runtime)
         rollout.metrics |= zip(("turns", "cut", "dropped"), means.tolist(), strict=True)
         if rollout.metrics["dropped"] > 0.1:
@@ -4658,7 +4856,8 @@ def main():
         if getattr(settings, name):
             averages[name] = Average(trainer.trained, memory)
     run.parts.update(averages)
-    begin_run(run, trainer, exam, checkpoint)
+    samples = Samples(run)
+    begin_run(run, trainer, exam, samples, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
@@ -4679,6 +4878,7 @@ def main():
             with clock.paused():
                 scores = score_intervals(exam.scores(trainer))
             run.log.metrics(run.step, held_out_metrics(scores))
+            samples.scored(f"step {run.step}", exam)
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or save_is_due:
             with clock.paused():
@@ -4700,6 +4900,7 @@ def main():
 
         # 4. Log the step before.
         stopping = log_step(run, metrics)
+        samples.trained(rollout, progress)
 
         # 5. Update the weights and their averages.
         updates = trainer.update(rollout, multiplier)
@@ -4715,11 +4916,11 @@ def main():
         is_silent = is_silent and metrics["zero_variance"] == 1
         if is_silent and run.step == FIRST_STEPS:
             run.save()
-            raise UserError(
-                f"INIT_FROM={settings.init_from!r}: in the first {FIRST_STEPS} steps each group has "
-                f"one reward (mean {metrics['reward']:.3f}), so nothing can be learned; must be "
-                "another start, or problems or rewards that some answers get and others do not"
+            reason = (
+                f"in the first {FIRST_STEPS} steps each group has one reward "
+                f"(mean {metrics['reward']:.3f})"
             )
+            raise dead_start(run, rollout, reason)
 
     clock.stop()
     if stopping:
@@ -4737,7 +4938,7 @@ def main():
         "init_from": source,
         "params": count_parameters(network),
         "weights": chosen,
-        **score_artifact(run, trainer, exam),
+        **score_artifact(run, trainer, exam, samples),
         "last": metrics,
         "total_seconds": time.perf_counter() - begin,
     }

@@ -76,7 +76,7 @@ def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(
     assert len(answers) == 12
     counts = set()
     for answer in answers:
-        counts.add(len(answer.rewards))
+        counts.add(len(answer.earned))
         ids = torch.tensor([[*answer.prompt, *answer.ids]])
         logits = own.network.logits(own.network.features(ids, doc=torch.zeros_like(ids)))
         logps = logits[0].log_softmax(-1)
@@ -99,7 +99,7 @@ def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(
             parts[-1].append(answer.ids[place])
             place += 1
         texts = [M.completion(BYTES, [1], part) for part in parts]
-        assert answer.environment.said == texts[: len(answer.rewards)]
+        assert answer.environment.said == texts[: len(answer.earned)]
     assert max(counts) == 4
 
 

@@ -2,6 +2,7 @@
 repeat and refuse; the guide of the first two.
 """
 
+import collections
 import json
 import re
 import shutil
@@ -193,6 +194,49 @@ def test_metrics_are_within_their_bounds(place, straight):
         assert outside > 1 if straight == "train_gspo" else outside < 2  # its band is that narrow
 
 
+def samples_of(place, out):
+    """Return the rows of samples.jsonl."""
+    text = (place.of(out) / "samples.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_answers_are_recorded_with_their_rewards(place, straight):
+    """Of the first step, every third one and both scorings: four prompts with all completions. The
+    log has the best and the worst answer to one of them at each tenth.
+    """
+    rows = samples_of(place, straight)
+    counts = collections.Counter((row["phase"], row["step"]) for row in rows)
+    train = {("train", step): 16 for step in (1, 3, 6, 9)}  # 4 samples of each prompt
+    assert counts == {("held_out", 0): 12, **train, ("held_out", 10): 12}  # one greedy, two samples
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    keys = "step phase prompt completion rewards reward advantage finished answer temperature"
+    for row in rows:
+        assert list(row) == keys.split()
+        assert row["answer"] == "xy"[row["prompt"] >= "k"]
+        assert row["reward"] == float(row["completion"] == row["answer"])
+        assert set(row["rewards"].values()) == {row["reward"]} and len(row["completion"]) <= 3
+        assert row["finished"] or len(row["completion"]) == 3
+    held_out = [row for row in rows if row["phase"] == "held_out"]
+    assert [row["prompt"] for row in held_out[:12]] == [row["prompt"] for row in held_out[12:]]
+    assert [row["temperature"] for row in held_out] == [0, 1, 1] * 8
+    assert {row["advantage"] for row in held_out} == {None}
+    groups = [row for row in rows if row["phase"] == "train"]
+    for group in (groups[start : start + 4] for start in range(0, len(groups), 4)):
+        assert len({row["prompt"] for row in group}) == 1
+        if straight == "train_ppo":
+            assert {row["advantage"] for row in group} == {None}
+            continue
+        rewards = torch.tensor([row["reward"] for row in group])
+        found = torch.tensor([row["advantage"] for row in group])
+        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        assert torch.allclose(found, expected, atol=1e-5)
+    log = place.log(straight)
+    titles = re.findall(r"^sample: (.*), prompt '..'\n", log, re.M)
+    tenths = [f"step {step}, {step}0% of the run" for step in range(1, 10)]
+    assert titles == ["start, held out", *tenths, "end, held out"]
+    assert len(re.findall(r"^sample:   (?:best|worst) +[01] '", log, re.M)) == 22
+
+
 # --------------------------------------------------------------------------- stopped, and once more
 def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     out = f"{straight} stopped"
@@ -203,6 +247,7 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     assert not (place.of(out) / "result.json").exists()
     place.resume(out, script=straight)
     place.same(out, straight)
+    assert samples_of(place, out) == samples_of(place, straight)
     assert [event["event"] for event in place.result(out)["events"]] == ["resume"]
     seen = []
     for name in (straight, out):
@@ -374,6 +419,9 @@ def test_ten_steps_without_any_reward_end_the_run(place, script):
     line = place.refused(out, script=script, REWARD=reward, **given)
     assert re.match(r"error: INIT_FROM='.* first 10 steps .* one reward \(mean 0.000\)", line), line
     assert steps_kept(place.of(out)) == [10]
+    # Three answers, of different prompts, in the line and in the log.
+    assert re.search(r"three answers: 0 '[^']*'.*; 0 '[^']*'.*; 0 '[^']*'", line), line
+    assert len(re.findall(r"^sample:   0 '", place.log(out), re.M)) == 3
     if script == "train_grpo":
         assert {step["grad_norm"] for step in place.steps(out)} == {0.0}
 

@@ -51,6 +51,7 @@ def run_of(module, folder, kind, rank=0):
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module):
     found = []
+    texts = []
     calls = []
 
     class Writer:
@@ -59,6 +60,9 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
 
         def add_scalar(self, name, value, step):
             found.append((name, value, step))
+
+        def add_text(self, name, text, step):
+            texts.append((name, text.splitlines()[:2], step))
 
         def flush(self):
             calls.append("flush")
@@ -82,6 +86,7 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
     folder = tmp_path / "a"
     if kind == "tensorboard":  # what is written is there, whatever comes
         assert str(calls[0]) == str(folder) and calls[-1] == "flush"
+        assert texts == [("settings", ["    run_id=a", f"    out_dir={tmp_path}"], 0)]
     else:
         own = dict(project="underpar", name="a", dir=str(folder), config=vars(run.settings))
         assert calls == [own]

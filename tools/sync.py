@@ -22,7 +22,7 @@ ORDER = (
     "bounds settings runtime machine tokenizer encoding template stops prompt data text chat conversations preferences "
     "preparation batches kernels model lora optimizer adamw8bit schedule quantization qat artifact packing "
     "export deltas weights evaluation checkpoint generation split rewards problems examples rows "
-    "responses start sharding finetuning intervals pairs policy environment judge"
+    "responses start sharding finetuning intervals pairs samples policy environment judge"
 ).split()
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")
 NEARLY_FENCE = re.compile(

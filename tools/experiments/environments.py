@@ -162,7 +162,7 @@ def play(name: str, rules: str, folder: Path, out: Path) -> dict[str, list[float
     episodes = trainer.sample(queries, 1, 0.0, seeds)
     return {
         "reward": [episode.total(1.0) for episode in episodes],
-        "answers": [len(episode.rewards) for episode in episodes],
+        "answers": [len(episode.earned) for episode in episodes],
     }
 
 

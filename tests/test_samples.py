@@ -1,0 +1,133 @@
+"""samples.jsonl and what the log shows of answers, by hand; whole runs are in test_rl_runs.py."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train_grpo as G
+import train_ppo as P
+
+SHOWN = {
+    "a\nb\tc": r"'a\nb\tc'",
+    "it's": '"it\'s"',
+    "\x1b[2J\x07\x9b\u202e\u2028": r"'\x1b[2J\x07\x9b\u202e\u2028'",
+    "\ud800é漢": r"'\ud800é漢'",
+    "": "''",
+    "1235" + "9" * 796 + "57": f"'1235{'9' * 296}' [402 characters left out] '{'9' * 98}57'",
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_text_is_shown_on_one_line(text):
+    assert G.shown_text(text) == SHOWN[text]
+
+
+def answer_of(number, reward, **parts):
+    """An answer with a reward of two parts, to a prompt."""
+    answer = G.Answer(query={"prompt": "a\nb", "answer": "A"}, text=f"text {number}", **parts)
+    answer.reward = reward
+    answer.rewards = {"right": reward - 1.0, "nines": None}
+    return answer
+
+
+class Trained:
+    """A stand-in for a Rollout of one prompt."""
+
+    def __init__(self, *answers):
+        self.answers = [[*answers]]
+
+    groups = G.Rollout.groups
+
+
+def run_of(folder, rank=0, **settings):
+    """A run of three steps, open, with a list in place of its tracker."""
+    given = dict(out_dir=str(folder), run_id="x", group_size=2, samples_every=2, **settings)
+    runtime = G.Runtime(rank, rank + 1, torch.device("cpu"), False)
+    run = G.Run(replace(G.Settings(), **given), runtime, None, None, {})
+    run.open()
+    run.tracked = []
+    run.log.track = lambda values, step: run.tracked.append((values, step))
+    return run
+
+
+def rows_of(run):
+    return [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_rows_have_rewards_by_function(tmp_path, capsys):
+    run = run_of(tmp_path)
+    samples = G.Samples(run)
+    rollout = Trained(
+        answer_of(0, 0.25, advantage=-0.5), answer_of(1, 1.5, advantage=0.5, finished=True)
+    )
+    capsys.readouterr()
+    for run.step, progress in ((0, 0.05), (1, 0.3), (2, 0.31)):
+        samples.trained(rollout, progress)
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [1, 1, 2, 2]  # the first, and those by SAMPLES_EVERY
+    first = dict(step=1, phase="train", prompt="a\nb", completion="text 0")
+    first |= dict(rewards={"right": -0.75, "nines": None}, reward=0.25, advantage=-0.5)
+    assert rows[0] == {**first, "finished": False, "answer": "A", "temperature": 0.0}
+    assert capsys.readouterr().out.splitlines() == [
+        r"sample: step 2, 30% of the run, prompt 'a\nb'",
+        "sample:   best  1.5 (right:0.5 nines:none) 'text 1'",
+        "sample:   worst 0.25 (right:-0.75 nines:none) 'text 0', cut at MAX_NEW_TOKENS",
+    ]
+
+
+def test_of_scores_alone_with_samples_every_0(tmp_path):
+    run = run_of(tmp_path)
+    run.settings = replace(run.settings, samples_every=0)
+    samples = G.Samples(run)
+    samples.trained(Trained(answer_of(0, 0.0), answer_of(1, 1.0)), 0.5)
+    assert not samples.path.exists()
+    samples.scored("start", SimpleNamespace(answers=[[answer_of(0, 0.0, advantage=3.0)]]))
+    (row,) = rows_of(run)
+    assert (row["phase"], row["step"], row["advantage"]) == ("held_out", 0, None)
+
+
+def test_a_resumed_run_does_not_double_steps(tmp_path):
+    """From step 2: what came later is made again, and so is the validation of this step."""
+    run = run_of(tmp_path)
+    samples = G.Samples(run)
+    made = [("held_out", 0), ("train", 1), ("train", 2), ("held_out", 2), ("train", 4)]
+    for phase, step in made:
+        samples.record(phase, step, [[answer_of(step, 1.0)]])
+    with open(samples.path, "a") as file:
+        file.write('{"step": 2, "phase": "tr')  # the process was killed here
+    run.step = 2
+    samples.resume()
+    assert [(row["phase"], row["step"]) for row in rows_of(run)] == made[:3]
+
+
+def test_other_ranks_record_nothing(tmp_path, capsys):
+    run = run_of(tmp_path, rank=1)
+    samples = G.Samples(run)
+    samples.trained(Trained(answer_of(0, 0.0), answer_of(1, 1.0)), 0.5)
+    samples.resume()
+    assert not run.folder.exists() and run.tracked == [] and capsys.readouterr().out == ""
+
+
+def test_trackers_get_texts_and_tables(tmp_path, monkeypatch):
+    run = run_of(tmp_path, tracker="none")
+    G.Samples(run).record("train", 1, [[answer_of(0, 1.5, finished=True)]])
+    text = "    prompt 'a\\nb'\n        1.5 (right:0.5 nines:none) 'text 0'"
+    assert run.tracked == [({"samples/train": text}, 1)]
+    tables = SimpleNamespace(Table=lambda columns, data, allow_mixed_types: (columns, data))
+    monkeypatch.setitem(__import__("sys").modules, "wandb", tables)
+    run.settings = replace(run.settings, tracker="wandb")
+    G.Samples(run).record("train", 2, [[answer_of(0, 1.5, finished=True)]])
+    (columns, data) = run.tracked[1][0]["samples/train"]
+    row = dict(zip(columns, data[0], strict=True))
+    assert row["completion"] == "text 0" and row["rewards"] == "{'right': 0.5, 'nines': None}"
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, capsys):
+    run = run_of(tmp_path)
+    samples = P.Samples(run, has_advantages=False)
+    samples.path.mkdir()  # cannot be written
+    samples.record("train", 1, [[answer_of(0, 1.0)]])
+    assert capsys.readouterr().err.startswith("samples.jsonl: ")
