@@ -33,8 +33,9 @@ import struct
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -540,6 +541,117 @@ def sha256_file(path):
 # === end: tokenizer ===
 
 
+# === shared: encoding ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+# Published encodings: the hash of their rank file and what that file does not contain. Every
+# document begins with <|endoftext|>. The regular expressions are copied from
+# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
+ENCODINGS = {
+    "gpt2": dict(
+        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        bos_id=50256,
+        vocab_size=50257,  # with all special tokens and unused ids
+        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    ),
+    "cl100k_base": dict(
+        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        bos_id=100257,
+        vocab_size=100277,  # with all special tokens and unused ids
+        split=(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        ),
+    ),
+    "o200k_base": dict(
+        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        bos_id=199999,
+        vocab_size=200019,  # with all special tokens and unused ids
+        split=(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
+}
+
+
+def load_tokenizer(path):
+    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
+    path = Path(path)
+    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
+        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
+
+
+def add_encoder(tokenizer):
+    """Give a Tokenizer its attributes from `encode` on, and return it.
+
+    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
+    imported model, the same, but its added tokens are what they stand for. roles: the ids of
+    ROLE_TOKENS, {} if it has none. facts: those of ENCODINGS, or of an imported model (see
+    quantize.py). Raises UserError.
+    """
+    name = tokenizer.file.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name, {})
+    if facts and tokenizer.sha256 != facts["sha256"]:
+        raise UserError(f"tokenizer {name}: is not the published rank file")
+    if tokenizer.content.startswith(b"{"):  # of an imported model
+        facts = json.loads(tokenizer.content)
+    tokenizer.facts = facts
+    tokenizer.roles = {}
+    if name == "bytes":
+        tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
+        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    elif facts:
+        added = facts.get("added", {})
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        for text in added:  # some of them are shown as text, and no merge makes them
+            ranks.pop(text.encode(), None)
+        bpe = tiktoken.Encoding(
+            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens=added
+        )
+        normalize = str
+        if facts.get("nfc"):  # Unicode's normal form in which accents are part of their letters
+            normalize = functools.partial(unicodedata.normalize, "NFC")
+        tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
+        tokenizer.encode_marked = lambda text: bpe.encode(normalize(text), allowed_special="all")
+    else:
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
+        tokenizer.encode = model.encode
+        for role in ROLE_TOKENS:
+            i = model.piece_to_id(role)
+            # Only control tokens cannot be written in a text, so that no user can forge a role.
+            if model.is_control(i):
+                tokenizer.roles[role] = i
+    return tokenizer
+
+
+# === end: encoding ===
+
+
+# === shared: roles ===
+def with_roles(tokenizer):
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return tokenizer
+    count = len(ROLE_TOKENS)
+    return replace(
+        tokenizer,
+        pieces=tokenizer.pieces + [b""] * count,
+        drops_space=np.append(tokenizer.drops_space, [False] * count),
+        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
+    )
+
+
+# === end: roles ===
+
+
 # === shared: data ===
 # llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
 SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -645,6 +757,18 @@ def document_hashes(stream, bos_id):
 
 
 # === end: data ===
+
+
+# === shared: ends ===
+def stop_ids(tokenizer):
+    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
+    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
+    if tokenizer.roles:
+        stop.add(tokenizer.roles["<|end|>"])
+    return frozenset(stop)
+
+
+# === end: ends ===
 
 
 # === shared: batches ===
@@ -1251,6 +1375,7 @@ class GPTConfig:
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
+    context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
@@ -2663,7 +2788,7 @@ def find_tokenizer(source, tokenizer_path):
     """Return the Tokenizer of a MODEL: of TOKENIZER_PATH, or the one beside it. Raises UserError."""
     folder = source.path.parent
     beside = [*folder.glob("tokenizer.model"), *folder.glob("*.tiktoken"), "bytes"]
-    tokenizer = read_tokenizer(tokenizer_path or beside[0], source.shape)
+    tokenizer = load_tokenizer(tokenizer_path or beside[0])
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
     if not is_right or tokenizer.bos_id != source.shape["bos_id"]:
@@ -3173,7 +3298,7 @@ REMOTE_CLASSES = {
 # The lines of sample.py with its code: some sections, and the imports that they need.
 REMOTE_CODE = re.compile(
     rb"^(?:import|from) (?!resource|zstandard)[^\n]*\n+|"
-    rb"^# === shared: (settings|tokenizer|encoding|template|prompt|text|kernels|model|generation) ===\n"
+    rb"^# === shared: (settings|tokenizer|encoding|roles|template|prompt|text|kernels|model|generation) ===\n"
     rb".*?^# === end: \1 ===\n+",
     re.DOTALL | re.MULTILINE,
 )
@@ -3304,6 +3429,7 @@ def hf_shape(config):
         "norms": hf_norms(known["attn_gate"], count),
         # Scores have windows of this length, which must fit into memory.
         "train_seq_len": min(config["max_position_embeddings"], 4096),
+        "context": config["max_position_embeddings"],
         "model_dim": config["hidden_size"],
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
@@ -3342,7 +3468,6 @@ def hf_config(shape):
     """Return the config.json of a network. Raises UserError if transformers has no such model."""
     architecture = hf_architecture(shape)
     words = shape.layers.split()
-    bos_id = shape.bos_id if shape.bos_id >= 0 else None
     head_dim = shape.head_dim or shape.model_dim // shape.num_heads
     rope = {"rope_type": "default", "rope_theta": shape.rope_base}
     if shape.attn_gate:
@@ -3364,11 +3489,9 @@ def hf_config(shape):
         "num_key_value_heads": shape.num_kv_heads,
         "rope_parameters": rope,  # of transformers 5
         "rope_theta": shape.rope_base,
-        "max_position_embeddings": shape.train_seq_len,
+        "max_position_embeddings": shape.context or shape.train_seq_len,
         "rms_norm_eps": shape.norm_eps or torch.finfo(torch.float32).eps,
         "tie_word_embeddings": shape.tie_embeddings,
-        "bos_token_id": bos_id,
-        "eos_token_id": bos_id,
     }
     if shape.attn_gate:
         names = {word: kind for kind, word in HF_LAYERS.items()}
@@ -3660,11 +3783,17 @@ def export(args):
 
 
 def own_files(source, network):
-    """Return the files of a model in float32, whose EOS is the BOS of the next document, by name.
+    """Return the files of a model in float32, by name.
 
     The tokenizer comes with its code, and so does a network that transformers has no class for.
+    An answer ends where those of sample.py end: at the stop tokens of an imported model, or at the
+    BOS of the next document and at <|end|>.
     """
     tokenizer = find_tokenizer(source, load_defaults(source).tokenizer_path)
+    has_added_roles = source.shape["vocab_size"] > tokenizer.vocab_size
+    if has_added_roles:
+        tokenizer = with_roles(tokenizer)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(stop_ids(tokenizer))}
     try:
         config = hf_config(network.config)
         # Copies, because safetensors takes no views.
@@ -3675,19 +3804,34 @@ def own_files(source, network):
             "architectures": ["UnderparForCausalLM"],
             "model_type": "underpar",
             "shape": source.shape,
-            "eos_token_id": source.shape["bos_id"],
         }
         state = source.tensors
     folder = Path(__file__).parent
     text = (folder / "sample.py").read_bytes()
     return {
         "model.safetensors": state,
-        "config.json": config | {"dtype": "float32"},
-        "tokenizer_config.json": REMOTE_CLASSES,
+        "config.json": config | ids | {"dtype": "float32"},
+        "generation_config.json": ids | {"pad_token_id": ids["eos_token_id"][0]},
+        "tokenizer_config.json": REMOTE_CLASSES | chat_facts(tokenizer, has_added_roles),
         tokenizer.file: tokenizer.content,
         "modeling_underpar.py": (folder / "tools" / "modeling_underpar.py").read_bytes(),
         "underpar.py": b"".join(match[0] for match in REMOTE_CODE.finditer(text)),
     }
+
+
+def chat_facts(tokenizer, has_added_roles):
+    """Return the entries of tokenizer_config.json about conversations.
+
+    The chat template is the imported model's, or one that writes conversations as these scripts do.
+    A tokenizer without role tokens has none.
+    """
+    facts = {"has_added_roles": has_added_roles}
+    template = tokenizer.facts.get("template")
+    if tokenizer.roles:
+        # The layout of asked_ids, as a template of transformers.
+        path = Path(__file__).parent / "tools" / "chat_template.jinja"
+        template = path.read_text(encoding="utf-8")
+    return facts | {"chat_template": template} if template else facts
 
 
 def like_files(folder, source, network):
@@ -3705,7 +3849,7 @@ def like_files(folder, source, network):
     for name, value in shape.items():
         actual = source.shape.get(name)
         # Training and the tokenizer may change some fields.
-        if actual != value and name not in ("vocab_size", "bos_id", "train_seq_len"):
+        if actual != value and name not in ("vocab_size", "bos_id", "train_seq_len", "context"):
             raise UserError(f"{path}: has {name}={value!r}, {source.path} {actual!r}")
     files = {
         file.name: file.read_bytes()

@@ -678,6 +678,26 @@ def add_encoder(tokenizer):
 # === end: encoding ===
 
 
+# === shared: roles ===
+def with_roles(tokenizer):
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return tokenizer
+    count = len(ROLE_TOKENS)
+    return replace(
+        tokenizer,
+        pieces=tokenizer.pieces + [b""] * count,
+        drops_space=np.append(tokenizer.drops_space, [False] * count),
+        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
+    )
+
+
+# === end: roles ===
+
+
 # === shared: template ===
 def begin_ids(tokenizer):
     """Return what a text begins with: BOS, or nothing where an imported model has it so."""
@@ -763,6 +783,18 @@ def asked_ids(tokenizer, turns):
 # === end: prompt ===
 
 
+# === shared: ends ===
+def stop_ids(tokenizer):
+    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
+    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
+    if tokenizer.roles:
+        stop.add(tokenizer.roles["<|end|>"])
+    return frozenset(stop)
+
+
+# === end: ends ===
+
+
 # === shared: text ===
 def decode_bytes(tokenizer, ids):
     """Return the bytes of tokens that begin a document; `byte_counts` counts exactly these."""
@@ -771,14 +803,6 @@ def decode_bytes(tokenizer, ids):
     drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
     pairs = zip(ids.tolist(), drops.tolist(), strict=True)
     return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
-
-
-def stop_ids(tokenizer):
-    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
-    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
-    if tokenizer.roles:
-        stop.add(tokenizer.roles["<|end|>"])
-    return frozenset(stop)
 
 
 def completion(tokenizer, prompt, ids):
@@ -1443,6 +1467,7 @@ class GPTConfig:
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
+    context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention
@@ -2230,22 +2255,6 @@ def read_artifact(path, max_weights=1 << 32):
 
 
 # === shared: weights ===
-def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
-
-    An imported model with a chat template needs none.
-    """
-    if tokenizer.roles or "template" in tokenizer.facts:
-        return tokenizer
-    count = len(ROLE_TOKENS)
-    return replace(
-        tokenizer,
-        pieces=tokenizer.pieces + [b""] * count,
-        drops_space=np.append(tokenizer.drops_space, [False] * count),
-        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
-    )
-
-
 def load_model(name, path):
     """Return a network, on the CPU, its tokenizer and the file that they are from.
 

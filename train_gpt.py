@@ -1337,6 +1337,7 @@ class GPTConfig:
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
+    context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
     model_dim: int = 512  # width of the residual stream
     num_heads: int = 8  # query heads of attention, and heads of GDN
     num_kv_heads: int = 4  # key/value heads of attention

@@ -136,10 +136,14 @@ def test_files_of_an_export(exported, transformers, tmp_path):
     assert config["shape"] == dataclasses.asdict(net.config)
     assert config["auto_map"]["AutoModelForCausalLM"] == f"{MODULE}ForCausalLM"
     assert (model.config.vocab_size, model.config.max_position_embeddings) == (264, 64)
-    assert model.generation_config.eos_token_id == model.config.pad_token_id == BYTES.bos_id
+    assert model.generation_config.eos_token_id == [
+        BYTES.bos_id,
+        263,
+    ]  # <|end|>, as sample.py has it
+    assert model.generation_config.pad_token_id == BYTES.bos_id
     code = (folder / "underpar.py").read_text()
     sections = Q.re.findall("# === shared: (.*) ===", code)
-    names = "settings tokenizer encoding template prompt text kernels model generation"
+    names = "settings tokenizer encoding roles template prompt text kernels model generation"
     assert sections == names.split()
     assert "zstandard" not in code and "import torch\n" in code
     model.save_pretrained(tmp_path / "saved")
@@ -189,18 +193,86 @@ def test_the_tokenizer(exported, transformers, tmp_path, kind):
     bos = tokenizer.bos_id
     begin = sample.begin_ids(tokenizer)
     assert begin == ([] if kind == "imported.tiktoken" else [bos])
-    assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (bos, bos, bos)
+    assert found.bos_token_id == bos
     assert len(found) == found.vocab_size == tokenizer.vocab_size
     for text in ("the cat", "", "naïve café 12345", f"a {found.bos_token} b", "x <|user|> .", "🙂"):
-        ids = found(text).input_ids
-        assert ids == [*begin, *tokenizer.encode(text)]
-        assert found(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
-        assert found.decode(ids, skip_special_tokens=True) == text
-        assert found.decode([bos, *tokenizer.encode(text)]) == found.bos_token + text
+        plain = found(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        assert plain == tokenizer.encode(text)
+        assert found.decode([*begin, *plain], skip_special_tokens=True) == text
+        assert found.decode([bos, *plain]) == found.bos_token + text
+        if "<|" not in text:
+            assert found(text).input_ids == [*begin, *plain]
+    marked = found(f"a {found.bos_token} b", add_special_tokens=False).input_ids
+    assert marked.count(bos) == 1
     batch = found(["a", "the cat"], padding=True, padding_side="left", return_tensors="pt")
     lengths = [len(begin) + len(tokenizer.encode(text)) for text in ("a", "the cat")]
     assert batch.attention_mask.sum(1).tolist() == lengths
-    assert found.decode([tokenizer.vocab_size + 3]) == ""  # a role that training added
+
+
+CONVERSATION = [("system", "Be short."), ("user", "naïve 12?"), ("assistant", "yes"), ("user", "b")]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "added roles", "imported.tiktoken"])
+def test_conversations(exported, transformers, tmp_path, kind):
+    """Ids of a conversation are those of sample.py, and an answer ends at the same tokens."""
+    run = tmp_path / "run"
+    run.mkdir()
+    if kind == "added roles":
+        sentencepiece_model(run / "tokenizer.model")
+        tokenizer = sample.with_roles(sample.load_tokenizer(run / "tokenizer.model"))
+    elif kind == "imported.tiktoken":
+        train_tokenizer("llama3").save(str(tmp_path / "tokenizer.json"))
+        template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>"
+        template += "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+        config = names | {"chat_template": template}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (run / kind).write_bytes(Q.hf_tokenizer(tmp_path).content)
+        tokenizer = sample.load_tokenizer(run / kind)
+    else:
+        tokenizer = sample.load_tokenizer("bytes")
+    changes = dict(vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
+    model = exported(T.GPT(dataclasses.replace(network().config, **changes)))
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    messages = [{"role": role, "content": text} for role, text in CONVERSATION]
+    ids = found.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    turns = [(f"<|{role}|>", text) for role, text in CONVERSATION]
+    assert ids == sample.asked_ids(tokenizer, turns) and len(ids) > 20
+    assert model.generation_config.eos_token_id == sorted(sample.stop_ids(tokenizer))
+    found.save_pretrained(tmp_path / "again")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    assert again.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == ids
+
+
+@torch.no_grad()
+def test_several_tokens_behind_a_cache(exported):
+    """Logits of all tokens behind a cache, and a text that generate goes on with."""
+    net = network(layer_pattern="g s a", attn_window=7)
+    model = exported(net)
+    ids = texts()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    expected = model(ids, attention_mask=mask).logits
+    for begin, end in ((10, 40), (10, 11), (39, 40)):
+        first = model(ids[:, :begin], attention_mask=mask[:, :begin], use_cache=True)
+        cache = first.past_key_values
+        assert cache.get_seq_length() == begin
+        logits = model(
+            ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache
+        ).logits
+        assert logits.shape == expected[:, begin:end].shape
+        assert (logits - expected[:, begin:end]).abs().max() < 1e-4
+        after = model(ids[:, :1], past_key_values=cache, logits_to_keep=1).logits
+        longer = torch.cat([ids[:, :end], ids[:, :1]], 1)
+        longer_mask = torch.cat([mask[:, :end], mask[:, -1:]], 1)
+        wanted = model(longer, attention_mask=longer_mask).logits[:, -1:]
+        assert (after - wanted).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(ids[:, :2], attention_mask=mask[:, :2] * 0, past_key_values=cache)
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    cache = model(ids[:, :30], use_cache=True).past_key_values
+    whole = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), whole)
 
 
 @pytest.mark.full

@@ -4,11 +4,20 @@
 it underpar.py: the sections of sample.py that have the network, its tokenizer and its cache.
 """
 
+from pathlib import Path
+
 import torch
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizer
+from transformers import (
+    AddedToken,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizer,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .underpar import (
+    CONV_TAPS,
     ENCODINGS,
     GPT,
     Decoder,
@@ -16,6 +25,7 @@ from .underpar import (
     begin_ids,
     decode_bytes,
     load_tokenizer,
+    with_roles,
 )
 
 
@@ -27,7 +37,7 @@ class UnderparConfig(PretrainedConfig):
     def __init__(self, shape=None, **others):
         self.shape = shape or {}
         self.vocab_size = self.shape.get("vocab_size")
-        self.max_position_embeddings = self.shape.get("train_seq_len")
+        self.max_position_embeddings = self.shape.get("context") or self.shape.get("train_seq_len")
         # A document ends where the next one begins.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             others.setdefault(name, self.shape.get("bos_id"))
@@ -42,6 +52,21 @@ class TextCache(Decoder):
     def reorder_cache(self, rows):
         """Go on with these rows, as beam search asks."""
         self.take(rows)
+
+    def get_seq_length(self, layer_idx=0):
+        """Return the number of tokens that the texts have, padding included."""
+        return int(self.used) - (CONV_TAPS - 1)
+
+    def read_on(self, ids):
+        """Go on with ids (B, T) and return the logits (B, T, V) of what comes after each."""
+        if ids.size(1) == 1:
+            self(ids)
+            return self.logits[:, None]
+        while self.used + ids.size(1) > self.kept["ids"].size(1):
+            self.grow()
+        logits = self.network.logits(self.network.features(ids, self))
+        self.logits = logits[:, -1]
+        return logits
 
 
 class UnderparForCausalLM(PreTrainedModel, GenerationMixin):
@@ -61,9 +86,9 @@ class UnderparForCausalLM(PreTrainedModel, GenerationMixin):
         return False  # `forward` makes the cache
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
-        """Return the arguments of `forward`: behind a cache the newest token alone."""
+        """Return the arguments of `forward`: behind a cache the tokens that it does not have."""
         if past_key_values is not None:
-            input_ids = input_ids[:, -1:]
+            input_ids = input_ids[:, past_key_values.get_seq_length() :]
         return {**kwargs, "input_ids": input_ids, "past_key_values": past_key_values}
 
     def forward(
@@ -78,14 +103,17 @@ class UnderparForCausalLM(PreTrainedModel, GenerationMixin):
         """Return logits (B, T, V) of input_ids (B, T), or of the last `logits_to_keep` tokens.
 
         Texts may be padded on either side, where attention_mask is 0; with use_cache on the left.
-        With past_key_values, which such a call returns, texts go on by one token.
+        With past_key_values, which such a call returns, texts go on by all of input_ids.
         """
         self.network.dtype = self.dtype
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if past_key_values is not None:
-            past_key_values(input_ids.squeeze(1))
-        elif use_cache:
+            if not attention_mask[:, -input_ids.size(1) :].all():
+                raise ValueError("attention_mask: must be 1 for tokens behind past_key_values")
+            logits = past_key_values.read_on(input_ids)[:, -logits_to_keep:]
+            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        if use_cache:
             if not attention_mask[:, -1].all():
                 raise ValueError("attention_mask: with use_cache it must be 0 on the left alone")
             rows = zip(input_ids, attention_mask.bool(), strict=True)
@@ -115,7 +143,9 @@ class UnderparForCausalLM(PreTrainedModel, GenerationMixin):
 class UnderparTokenizer(PreTrainedTokenizer):
     """A SentencePiece model, a rank file, or `bytes`. The name of token 5 is <|5|>.
 
-    Such names in a text are plain text. Texts begin with BOS, if those of the model do.
+    The names of BOS, of role tokens and of an imported model's added tokens are these tokens in a
+    text, as everywhere in transformers; with split_special_tokens=True they are plain text. Texts
+    begin with BOS, if those of the model do.
     """
 
     # transformers gives the path of the one that there is.
@@ -129,10 +159,22 @@ class UnderparTokenizer(PreTrainedTokenizer):
     def __init__(self, **others):
         paths = [others[name] for name in self.vocab_files_names if others.get(name)]
         self.inner = load_tokenizer(paths[0])
-        bos = self._convert_id_to_token(self.inner.bos_id)
-        self.inner.pieces[self.inner.bos_id] = bos.encode()  # decoded unless skip_special_tokens
-        others |= {"bos_token": bos, "eos_token": bos, "pad_token": bos}
-        others |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+        if others.get("has_added_roles"):
+            self.inner = with_roles(self.inner)
+        bos_id = self.inner.bos_id
+        self.names = {bos_id: f"<|{bos_id}|>"}  # id -> text, of tokens that a text can name
+        for tokens in (self.inner.roles, self.inner.facts.get("added", {})):
+            self.names |= {i: text for text, i in tokens.items()}
+        self.ids = {text: i for i, text in self.names.items()}
+        added = {}
+        for i, text in self.names.items():
+            # Some are shown as text, <think> for one; the others unless skip_special_tokens.
+            added[i] = AddedToken(text, normalized=False, special=not self.inner.pieces[i])
+            self.inner.pieces[i] = text.encode()
+        bos = self.names[bos_id]
+        special = {"bos_token": bos, "eos_token": bos, "pad_token": bos}
+        special |= {name: text for name, text in self.inner.facts.get("names", {}).items() if text}
+        others |= special | {"added_tokens_decoder": added, "clean_up_tokenization_spaces": False}
         super().__init__(**others)
 
     @property
@@ -148,16 +190,21 @@ class UnderparTokenizer(PreTrainedTokenizer):
         return [self._convert_id_to_token(i) for i in self.inner.encode(text)]
 
     def _convert_token_to_id(self, token):
-        return int(token[2:-2])
+        return self.ids[token] if token in self.ids else int(token[2:-2])
 
     def _convert_id_to_token(self, index):
-        return f"<|{index}|>"
+        return self.names.get(index, f"<|{index}|>")
+
+    def save_vocabulary(self, save_directory, filename_prefix=None):
+        """Write the tokenizer's file and return its path, as save_pretrained asks."""
+        path = Path(save_directory, self.inner.file)
+        path.write_bytes(self.inner.content)
+        return (str(path),)
 
     def convert_tokens_to_string(self, tokens):
-        """Return the text of tokens that begin a document; roles that training added have none."""
+        """Return the text of tokens that begin a document."""
         ids = [self._convert_token_to_id(token) for token in tokens]
-        known = [i for i in ids if i < self.vocab_size]
-        return decode_bytes(self.inner, known).decode(errors="replace")
+        return decode_bytes(self.inner, ids).decode(errors="replace")
 
     def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
         """Return the ids of a text, or of two in a row, with what a text begins with."""

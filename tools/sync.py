@@ -19,11 +19,56 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    "bounds settings runtime machine tokenizer encoding template stops prompt data text chat conversations preferences "
-    "preparation batches kernels model lora optimizer adamw8bit schedule quantization qat artifact packing "
-    "export deltas weights evaluation checkpoint generation split rewards problems examples rows "
-    "responses start sharding finetuning intervals pairs samples policy environment judge"
-).split()
+    "bounds",
+    "settings",
+    "runtime",
+    "machine",
+    "tokenizer",
+    "encoding",
+    "roles",
+    "template",
+    "stops",
+    "prompt",
+    "data",
+    "ends",
+    "text",
+    "chat",
+    "conversations",
+    "preferences",
+    "preparation",
+    "batches",
+    "kernels",
+    "model",
+    "lora",
+    "optimizer",
+    "adamw8bit",
+    "schedule",
+    "quantization",
+    "qat",
+    "artifact",
+    "packing",
+    "export",
+    "deltas",
+    "weights",
+    "evaluation",
+    "checkpoint",
+    "generation",
+    "split",
+    "rewards",
+    "problems",
+    "examples",
+    "rows",
+    "responses",
+    "start",
+    "sharding",
+    "finetuning",
+    "intervals",
+    "pairs",
+    "samples",
+    "policy",
+    "environment",
+    "judge",
+)
 FENCE = re.compile(r"# === (shared|end): (\w+) ===\n?")
 NEARLY_FENCE = re.compile(
     r"\s*#\W*(shared|end)\b\W*\w+\W*=\s*$|\s*#\s*=+\s*(shared|end)\b", re.IGNORECASE
