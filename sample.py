@@ -740,14 +740,24 @@ def compile_template(source):
 
 
 def chat_text(tokenizer, turns, ask):
-    """Return the text of turns, (role token, text), by the chat template of an imported model.
+    """Return the text of turns by the chat template of an imported model.
 
-    ask: whether it ends where an answer of the assistant begins.
+    A turn is (role token, text), and maybe the fields of a message that say more than this text; the
+    template gets these in place of the text. The content of a message of the role `tools` is a list
+    of tools. ask: whether the text ends where an answer of the assistant begins.
     """
-    messages = [{"role": role.strip("<|>"), "content": text} for role, text in turns]
-    render = compile_template(tokenizer.facts["template"])
-    values = dict(messages=messages, add_generation_prompt=ask, tools=None, documents=None)
-    return render(**values, **tokenizer.facts["names"])
+    messages = [
+        {"role": role.strip("<|>"), "content": text} | dict(*fields)
+        for role, text, *fields in turns
+    ]
+    tools = [message["content"] for message in messages if message["role"] == "tools"]
+    values = {
+        "messages": [message for message in messages if message["role"] != "tools"],
+        "add_generation_prompt": ask,
+        "tools": sum(tools, []) or None,
+        "documents": None,
+    }
+    return compile_template(tokenizer.facts["template"])(**values, **tokenizer.facts["names"])
 
 
 # === end: template ===
@@ -766,7 +776,7 @@ def stop_pattern(tokenizer):
 
 # === shared: prompt ===
 def asked_ids(tokenizer, turns):
-    """Return the ids of turns, (role token, text), up to where an answer of the assistant begins.
+    """Return the ids of turns (see chat_text) up to where an answer of the assistant begins.
 
     Without role tokens and chat template the turns are lines.
     """
@@ -774,8 +784,8 @@ def asked_ids(tokenizer, turns):
         return tokenizer.encode_marked(chat_text(tokenizer, turns, True))
     ids = begin_ids(tokenizer)
     if not tokenizer.roles:
-        return ids + tokenizer.encode("".join(f"{text}\n" for _, text in turns))
-    for role, text in turns:
+        return ids + tokenizer.encode("".join(f"{text}\n" for _, text, *_ in turns))
+    for role, text, *_ in turns:
         ids += [tokenizer.roles[role], *tokenizer.encode(text), tokenizer.roles["<|end|>"]]
     return [*ids, tokenizer.roles["<|assistant|>"]]
 
@@ -2590,13 +2600,13 @@ def generate(
 
 # === shared: split ===
 def prompt_key(turns):
-    """Return a hash of the turns, (role token, text), before the first answer to a user.
+    """Return a hash of the turns, (role token, text, …), before the first answer to a user.
 
     It is the same for a conversation and for one that goes on from it. Otherwise the model would
     already have seen the earlier answers of held-out conversations.
     """
     prompt = []
-    for role, text in turns:
+    for role, text, *_ in turns:
         if role == "<|assistant|>" and "<|user|>" in dict(prompt):
             break
         prompt.append((role, text))

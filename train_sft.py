@@ -793,14 +793,24 @@ def compile_template(source):
 
 
 def chat_text(tokenizer, turns, ask):
-    """Return the text of turns, (role token, text), by the chat template of an imported model.
+    """Return the text of turns by the chat template of an imported model.
 
-    ask: whether it ends where an answer of the assistant begins.
+    A turn is (role token, text), and maybe the fields of a message that say more than this text; the
+    template gets these in place of the text. The content of a message of the role `tools` is a list
+    of tools. ask: whether the text ends where an answer of the assistant begins.
     """
-    messages = [{"role": role.strip("<|>"), "content": text} for role, text in turns]
-    render = compile_template(tokenizer.facts["template"])
-    values = dict(messages=messages, add_generation_prompt=ask, tools=None, documents=None)
-    return render(**values, **tokenizer.facts["names"])
+    messages = [
+        {"role": role.strip("<|>"), "content": text} | dict(*fields)
+        for role, text, *fields in turns
+    ]
+    tools = [message["content"] for message in messages if message["role"] == "tools"]
+    values = {
+        "messages": [message for message in messages if message["role"] != "tools"],
+        "add_generation_prompt": ask,
+        "tools": sum(tools, []) or None,
+        "documents": None,
+    }
+    return compile_template(tokenizer.facts["template"])(**values, **tokenizer.facts["names"])
 
 
 # === end: template ===
@@ -3447,13 +3457,13 @@ class Run(Saved):
 
 # === shared: split ===
 def prompt_key(turns):
-    """Return a hash of the turns, (role token, text), before the first answer to a user.
+    """Return a hash of the turns, (role token, text, …), before the first answer to a user.
 
     It is the same for a conversation and for one that goes on from it. Otherwise the model would
     already have seen the earlier answers of held-out conversations.
     """
     prompt = []
-    for role, text in turns:
+    for role, text, *_ in turns:
         if role == "<|assistant|>" and "<|user|>" in dict(prompt):
             break
         prompt.append((role, text))
