@@ -41,6 +41,7 @@ from types import SimpleNamespace
 from typing import Literal, get_args
 
 import numpy as np
+import regex
 import sentencepiece
 import tiktoken
 import torch
@@ -577,6 +578,91 @@ ENCODINGS = {
 }
 
 
+# From a run of 999,940 spaces on, the stack of tiktoken's regular expressions overflows.
+LONG_SPACE = re.compile(r"(?<!\s)\s{500000}")
+
+
+class BytePairEncoder:
+    """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
+
+    def __init__(self, tokenizer, facts):
+        """facts: those of ENCODINGS, or of an imported model (see quantize.py)."""
+        added = facts.get("added", {})
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        for text in added:  # some of them are shown as text, and no merge makes them
+            ranks.pop(text.encode(), None)
+        # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
+        # beyond the vocabulary, by which they are found.
+        lacking = [bytes([byte]) for byte in range(256) if bytes([byte]) not in ranks]
+        self.lacking = b"".join(lacking)
+        self.vocab_size = tokenizer.vocab_size
+        ranks |= {byte: self.vocab_size + place for place, byte in enumerate(lacking)}
+        self.bpe = tiktoken.Encoding(
+            tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+        )
+        self.split = regex.compile(facts["split"])
+        self.form = "NFC" if facts.get("nfc") else ""
+        self.added = added
+        # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+        late = facts.get("normalized", [])
+        self.marks = added_pattern(added.keys() - late)
+        self.late_marks = added_pattern(late)
+
+    def normalize(self, text):
+        """Return a text in the normal form in which accents are part of their letters (NFC)."""
+        return unicodedata.normalize(self.form, text) if self.form else text
+
+    def encode(self, text):
+        """Return the ids of a text in which added tokens are plain text. Raises UserError."""
+        return self.encode_part(self.normalize(check_unicode(text)))
+
+    def encode_marked(self, text):
+        """Return the ids of a text in which added tokens are what they stand for."""
+        ids = []
+        for place, part in enumerate(self.marks.split(check_unicode(text))):
+            if place % 2:  # parts and the marks between them take turns
+                ids.append(self.added[part])
+                continue
+            for late_place, late_part in enumerate(self.late_marks.split(self.normalize(part))):
+                if late_place % 2:
+                    ids.append(self.added[late_part])
+                else:
+                    ids += self.encode_part(late_part)
+        return ids
+
+    def encode_part(self, text):
+        """Return the ids of a text without added tokens."""
+        if len(text) < 500_000 or not LONG_SPACE.search(text):
+            ids = self.bpe.encode_ordinary(text)
+            if not self.lacking or max(ids, default=0) < self.vocab_size:
+                return ids
+        ids = []
+        for match in self.split.finditer(text):
+            # What stands on both sides of a dropped byte may merge.
+            piece = match[0].encode().translate(None, self.lacking)
+            if piece:
+                ids += self.bpe._encode_single_piece(piece)
+        return ids
+
+
+def added_pattern(texts):
+    """Return the regular expression of added tokens, in a group; the longest counts, as in tokenizers."""
+    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
+    return re.compile(f"({'|'.join(longest_first) or '(?!)'})")
+
+
+def check_unicode(text):
+    """Return a text that has no half of a surrogate pair. Raises UserError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text {text[error.start :]!r:.20} at character {error.start}: half a surrogate pair, "
+            "which is no Unicode"
+        ) from None
+    return text
+
+
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
     path = Path(path)
@@ -589,9 +675,9 @@ def add_encoder(tokenizer):
     """Give a Tokenizer its attributes from `encode` on, and return it.
 
     encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
-    imported model, the same, but its added tokens are what they stand for. roles: the ids of
-    ROLE_TOKENS, {} if it has none. facts: those of ENCODINGS, or of an imported model (see
-    quantize.py). Raises UserError.
+    imported model, the same, but its added tokens are what they stand for. Both raise UserError for
+    half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
+    ENCODINGS, or of an imported model (see quantize.py). Raises UserError.
     """
     name = tokenizer.file.removesuffix(".tiktoken")
     facts = ENCODINGS.get(name, {})
@@ -602,25 +688,16 @@ def add_encoder(tokenizer):
     tokenizer.facts = facts
     tokenizer.roles = {}
     if name == "bytes":
-        tokenizer.encode = lambda text: [4 + byte for byte in text.encode()]
+        tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif facts:
-        added = facts.get("added", {})
-        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
-        for text in added:  # some of them are shown as text, and no merge makes them
-            ranks.pop(text.encode(), None)
-        bpe = tiktoken.Encoding(
-            name, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens=added
-        )
-        normalize = str
-        if facts.get("nfc"):  # Unicode's normal form in which accents are part of their letters
-            normalize = functools.partial(unicodedata.normalize, "NFC")
-        tokenizer.encode = lambda text: bpe.encode_ordinary(normalize(text))
-        tokenizer.encode_marked = lambda text: bpe.encode(normalize(text), allowed_special="all")
+        encoder = BytePairEncoder(tokenizer, facts)
+        tokenizer.encode = encoder.encode
+        tokenizer.encode_marked = encoder.encode_marked
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
         tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
-        tokenizer.encode = model.encode
+        tokenizer.encode = lambda text: model.encode(check_unicode(text))
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
             # Only control tokens cannot be written in a text, so that no user can forge a role.
