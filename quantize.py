@@ -747,22 +747,107 @@ def read_shard(path):
     kind = SHARD_KINDS.get(tuple(header[:2]))
     if not kind or os.path.getsize(path) != 1024 + np.dtype(kind).itemsize * int(header[-1]):
         raise UserError(f"shard {path}: truncated or damaged, or no shard of llm.c's formats")
+    if header[-1] < 1:
+        raise UserError(f"shard {path}: has no token")
     return np.memmap(path, kind, "r", offset=1024)
 
 
+# What every manifest has, and what it may have. An int is a whole number from 0.
+SPLIT_FIELDS = {
+    "shards": [{"file": str, "tokens": int, "sha256": str}],
+    "tokens": int,
+    "decoded_bytes": int,
+}
+MANIFEST_FIELDS = {
+    "name": str,
+    "published": bool,
+    "tokenizer": {"file": str, "sha256": str},
+    "train": SPLIT_FIELDS,
+    "val": SPLIT_FIELDS,
+    "overlap_documents": int,
+}
+MAX_VOCAB_SIZE = 1 << 24  # a table of this length is made of what a manifest says
+FIELD_NAMES = {int: "a whole number from 0", str: "a string", bool: "true or false"}
+
+
+def field_fault(value, kind, where=""):
+    """Return what is wrong with a JSON value that should be of a kind of MANIFEST_FIELDS, or ""."""
+    if isinstance(kind, list):
+        if not isinstance(value, list) or not value:
+            return f"{where} must be a list, not empty"
+        faults = (field_fault(part, kind[0], f"{where}[{i}]") for i, part in enumerate(value))
+        return next(filter(None, faults), "")
+    if isinstance(kind, dict):
+        if not isinstance(value, dict):
+            return f"{where or 'it'} must be an object"
+        for name, part in kind.items():
+            path = f"{where}.{name}".lstrip(".")
+            fault = field_fault(value[name], part, path) if name in value else f"{path} is missing"
+            if fault:
+                return fault
+        return ""
+    if type(value) is not kind or (kind is int and value < 0):
+        return f"{where} is {json.dumps(value):.60}, must be {FIELD_NAMES[kind]}"
+    return ""
+
+
+def manifest_fault(manifest):
+    """Return what is wrong with the parsed text of a manifest of format 1, or ""."""
+    fault = field_fault(manifest, MANIFEST_FIELDS)
+    if fault:
+        return fault
+    tokenizer = manifest["tokenizer"]
+    vocab_size = tokenizer.get("vocab_size", 0)
+    if type(vocab_size) is not int or not 0 <= vocab_size <= MAX_VOCAB_SIZE:
+        return f"tokenizer.vocab_size is {vocab_size!r:.60}, must be at most {MAX_VOCAB_SIZE}"
+    bos_id = tokenizer.get("bos_id", 0)
+    if type(bos_id) is not int or not 0 <= bos_id < max(1, vocab_size):
+        return f"tokenizer.bos_id is {bos_id!r:.60}, must be an id below vocab_size"
+    for split in ("train", "val"):
+        source_bytes = manifest[split].get("source_bytes")  # null: nobody knows, as of FineWeb
+        if source_bytes is not None and (type(source_bytes) is not int or source_bytes < 1):
+            return f"{split}.source_bytes is {source_bytes!r:.60}, must be a whole number from 1"
+        for shard in manifest[split]["shards"]:
+            if Path(shard["file"]).name != shard["file"] or "\0" in shard["file"]:
+                return f"{shard['file']!r:.60} must be the name of a file beside the manifest"
+    yardsticks = manifest.get("yardsticks", {})
+    if not isinstance(yardsticks, dict) or not all(
+        type(score) in (int, float) for score in yardsticks.values()
+    ):
+        return "yardsticks must be an object of numbers"
+    return ""
+
+
 def load_manifest(data_path):
-    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none."""
+    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none, or if it
+    has not what the scripts read of it.
+    """
     path = Path(data_path) / "manifest.json"
     try:
         manifest = json.loads(path.read_bytes())
-        if manifest.get("format") == 1:
-            return manifest
-    except (OSError, ValueError):
-        pass
-    raise UserError(
-        f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
-        "--manifest writes a manifest for downloaded shards"
-    )
+    except OSError:
+        manifest = {}
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is no JSON ({error})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+        raise UserError(
+            f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
+            "--manifest writes a manifest for downloaded shards"
+        )
+    fault = manifest_fault(manifest)
+    if fault:
+        raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
+    return manifest
+
+
+def counted_bytes(part):
+    """Return the bytes by which a score of a manifest's split divides.
+
+    They are those that the tokens decode to, but never more than the source has: a tokenizer
+    without a piece for the space decodes to a third more.
+    """
+    source_bytes = part.get("source_bytes") or part["decoded_bytes"]
+    return min(source_bytes, part["decoded_bytes"])
 
 
 class TokenStream:
@@ -862,6 +947,11 @@ class Dataset:
     held_out: np.ndarray  # (N,) int64, windows of all streams that are not trained on
     val: np.ndarray  # (N,) int64, a BOS first
 
+    def byte_share(self):
+        """Return the share of the bytes of validation's tokens that a score divides by, 1 or less."""
+        parts = [manifest["val"] for manifest in self.manifests]
+        return sum(map(counted_bytes, parts)) / sum(part["decoded_bytes"] for part in parts)
+
 
 def parse_mixture(data_path):
     """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
@@ -872,6 +962,8 @@ def parse_mixture(data_path):
         raise UserError(f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,…")
     folders, weights = zip(*re.findall(part, data_path), strict=True)
     total = sum(map(float, weights))
+    if not 0 < total < math.inf:
+        raise UserError(f"DATA_PATH={data_path!r}: must have weights with a finite sum above 0")
     return folders, [float(weight) / total for weight in weights]
 
 
@@ -887,17 +979,21 @@ def shuffle(count, *seed):
 def hold_out(stream, share, settings):
     """Return some windows from all over a stream; set `stream.windows`, the numbers of the rest.
 
-    The end of a stream would not do: it may be of one source. The first token of a held-out window
-    may be the last target of a training window. Raises UserError.
+    Without EMA and SWA there is nothing to choose, and nothing is held out; with them at most a
+    twentieth. The end of a stream would not do: it may be of one source. The first token of a
+    held-out window may be the last target of a training window. Raises UserError.
     """
     seq_len = settings.train_seq_len
-    count = math.ceil(share * settings.holdout_tokens / seq_len)
     windows = shuffle(len(stream) // seq_len, 0)
-    if len(windows) <= count:
+    if not len(windows):
         raise UserError(
-            f"HOLDOUT_TOKENS={settings.holdout_tokens}: must leave a window of TRAIN_SEQ_LEN of "
-            "the training tokens"
+            f"TRAIN_SEQ_LEN={seq_len}: must be at most {len(stream)}, the training tokens of "
+            f"{Path(stream.paths[0]).parent}"
         )
+    count = 0
+    if settings.ema or settings.swa:
+        wanted = math.ceil(share * settings.holdout_tokens / seq_len)
+        count = min(wanted, len(windows) // 20)
     stream.windows = windows[count:]
     return [stream.read(window * seq_len, seq_len) for window in windows[:count]]
 
@@ -929,9 +1025,19 @@ def open_data(settings):
     expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
     if byte_count != expected:
         raise UserError(f"validation: {byte_count} bytes, manifest.json says {expected}")
+    if not byte_count:
+        raise UserError(f"DATA_PATH={settings.data_path!r}: its validation has no text")
     held_out = []
     for stream, share in zip(streams, shares, strict=True):
         held_out += hold_out(stream, share, settings)
+    if (settings.ema or settings.swa) and not held_out:
+        longest = max(map(len, streams)) // 20
+        other = f"set TRAIN_SEQ_LEN={longest} or less, or " if longest > 1 else "set "
+        raise UserError(
+            f"DATA_PATH={settings.data_path!r}: a twentieth of the {sum(map(len, streams))} training "
+            f"tokens is no window of TRAIN_SEQ_LEN={settings.train_seq_len} to choose among raw, EMA "
+            f"and SWA weights on; {other}EMA=0 SWA=0"
+        )
     manifest_sha256 = " + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders)
     yardsticks = manifests[0].get("yardsticks", {}) if len(folders) == 1 else {}
     return Dataset(
@@ -941,7 +1047,7 @@ def open_data(settings):
         yardsticks,
         shares,
         streams,
-        np.concatenate(held_out),
+        np.concatenate([np.empty(0, np.int64), *held_out]),
         val,
     )
 
@@ -2630,6 +2736,7 @@ class Scorer:
     seq_len: int  # tokens in a window
     rows: int  # windows in a forward
     log: Callable = None  # a Log, which tells how far scoring is
+    byte_share: float = 1.0  # Dataset.byte_share: of the tokens' bytes, those that count
 
     def score(self, model, tokens, stride=0):
         """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
@@ -2680,7 +2787,7 @@ class Scorer:
             sums[0] += model(ids.to(device), targets.to(device), *borders).double().sum()
         nats, count, byte_count = self.runtime.sum(sums).tolist()
         assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
-        return Score(nats, int(count), int(byte_count))
+        return Score(nats, int(count), round(byte_count * self.byte_share))
 
 
 # === end: evaluation ===
@@ -2938,7 +3045,8 @@ def read_data(tuned, settings):
         data_path=settings.data_path,
         tokenizer_path=settings.tokenizer_path,
         vocab_size=tuned.shape["vocab_size"],
-        holdout_tokens=seq_len,
+        ema=False,  # so that no weights are chosen and nothing is held out
+        swa=False,
         train_seq_len=seq_len,
         seed=settings.seed,
         micro_batch_tokens=max(seq_len, 4096),
@@ -3247,7 +3355,8 @@ def show_scores(models, settings):
     data, options = read_data(models[1], settings)
     runtime = start_runtime(settings.device)
     seq_len = options.train_seq_len
-    scorer = Scorer(data.tokenizer, runtime, seq_len, max(1, 4096 // seq_len))
+    rows = max(1, 4096 // seq_len)
+    scorer = Scorer(data.tokenizer, runtime, seq_len, rows, byte_share=data.byte_share())
     scores = []
     for model in models:
         network = rebuild(model).to(runtime.device)

@@ -3195,8 +3195,9 @@ def stream_nats(model, stream, stride):
 def score_text(models, path, settings):
     """Return bits per byte of texts over windows of the model's context, as val_bpb is defined.
 
-    The bytes are those that the tokens decode to. If a tokenizer loses bytes of a text, the bits
-    per byte of the text itself are returned too.
+    The bytes are those that the tokens decode to, but never more than the text has: a tokenizer
+    without a piece for the space decodes to a third more. If a tokenizer loses bytes of a text, the
+    bits per byte of the text itself are returned too.
     """
     model = models.scored
     stride = settings.eval_stride
@@ -3212,6 +3213,12 @@ def score_text(models, path, settings):
     if not size:
         raise UserError(f"SCORE_PATH={path!r}: {model.tokenizer.file} has no token for any of it")
     source_size = len("".join(documents).encode())
+    if size > source_size:
+        models.log(
+            f"warning: the tokens decode to {size} bytes, more than the text has; bits per byte are "
+            f"of its {source_size}"
+        )
+        size = source_size
     result = {"documents": len(documents), "tokens": len(stream) - 1}
     result |= {"bytes": size, "source_bytes": source_size}
     strides = {"": 0}

@@ -332,22 +332,107 @@ def read_shard(path):
     kind = SHARD_KINDS.get(tuple(header[:2]))
     if not kind or os.path.getsize(path) != 1024 + np.dtype(kind).itemsize * int(header[-1]):
         raise UserError(f"shard {path}: truncated or damaged, or no shard of llm.c's formats")
+    if header[-1] < 1:
+        raise UserError(f"shard {path}: has no token")
     return np.memmap(path, kind, "r", offset=1024)
 
 
+# What every manifest has, and what it may have. An int is a whole number from 0.
+SPLIT_FIELDS = {
+    "shards": [{"file": str, "tokens": int, "sha256": str}],
+    "tokens": int,
+    "decoded_bytes": int,
+}
+MANIFEST_FIELDS = {
+    "name": str,
+    "published": bool,
+    "tokenizer": {"file": str, "sha256": str},
+    "train": SPLIT_FIELDS,
+    "val": SPLIT_FIELDS,
+    "overlap_documents": int,
+}
+MAX_VOCAB_SIZE = 1 << 24  # a table of this length is made of what a manifest says
+FIELD_NAMES = {int: "a whole number from 0", str: "a string", bool: "true or false"}
+
+
+def field_fault(value, kind, where=""):
+    """Return what is wrong with a JSON value that should be of a kind of MANIFEST_FIELDS, or ""."""
+    if isinstance(kind, list):
+        if not isinstance(value, list) or not value:
+            return f"{where} must be a list, not empty"
+        faults = (field_fault(part, kind[0], f"{where}[{i}]") for i, part in enumerate(value))
+        return next(filter(None, faults), "")
+    if isinstance(kind, dict):
+        if not isinstance(value, dict):
+            return f"{where or 'it'} must be an object"
+        for name, part in kind.items():
+            path = f"{where}.{name}".lstrip(".")
+            fault = field_fault(value[name], part, path) if name in value else f"{path} is missing"
+            if fault:
+                return fault
+        return ""
+    if type(value) is not kind or (kind is int and value < 0):
+        return f"{where} is {json.dumps(value):.60}, must be {FIELD_NAMES[kind]}"
+    return ""
+
+
+def manifest_fault(manifest):
+    """Return what is wrong with the parsed text of a manifest of format 1, or ""."""
+    fault = field_fault(manifest, MANIFEST_FIELDS)
+    if fault:
+        return fault
+    tokenizer = manifest["tokenizer"]
+    vocab_size = tokenizer.get("vocab_size", 0)
+    if type(vocab_size) is not int or not 0 <= vocab_size <= MAX_VOCAB_SIZE:
+        return f"tokenizer.vocab_size is {vocab_size!r:.60}, must be at most {MAX_VOCAB_SIZE}"
+    bos_id = tokenizer.get("bos_id", 0)
+    if type(bos_id) is not int or not 0 <= bos_id < max(1, vocab_size):
+        return f"tokenizer.bos_id is {bos_id!r:.60}, must be an id below vocab_size"
+    for split in ("train", "val"):
+        source_bytes = manifest[split].get("source_bytes")  # null: nobody knows, as of FineWeb
+        if source_bytes is not None and (type(source_bytes) is not int or source_bytes < 1):
+            return f"{split}.source_bytes is {source_bytes!r:.60}, must be a whole number from 1"
+        for shard in manifest[split]["shards"]:
+            if Path(shard["file"]).name != shard["file"] or "\0" in shard["file"]:
+                return f"{shard['file']!r:.60} must be the name of a file beside the manifest"
+    yardsticks = manifest.get("yardsticks", {})
+    if not isinstance(yardsticks, dict) or not all(
+        type(score) in (int, float) for score in yardsticks.values()
+    ):
+        return "yardsticks must be an object of numbers"
+    return ""
+
+
 def load_manifest(data_path):
-    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none."""
+    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none, or if it
+    has not what the scripts read of it.
+    """
     path = Path(data_path) / "manifest.json"
     try:
         manifest = json.loads(path.read_bytes())
-        if manifest.get("format") == 1:
-            return manifest
-    except (OSError, ValueError):
-        pass
-    raise UserError(
-        f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
-        "--manifest writes a manifest for downloaded shards"
-    )
+    except OSError:
+        manifest = {}
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is no JSON ({error})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+        raise UserError(
+            f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
+            "--manifest writes a manifest for downloaded shards"
+        )
+    fault = manifest_fault(manifest)
+    if fault:
+        raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
+    return manifest
+
+
+def counted_bytes(part):
+    """Return the bytes by which a score of a manifest's split divides.
+
+    They are those that the tokens decode to, but never more than the source has: a tokenizer
+    without a piece for the space decodes to a third more.
+    """
+    source_bytes = part.get("source_bytes") or part["decoded_bytes"]
+    return min(source_bytes, part["decoded_bytes"])
 
 
 class TokenStream:
@@ -470,11 +555,17 @@ def print_summary(folder, manifest):
     """Print what a manifest says, and how to train on the data."""
     for split in ("train", "val"):
         part = manifest[split]
-        ratio = part["decoded_bytes"] / max(1, part["tokens"] - part["documents"])
+        size = counted_bytes(part)
+        ratio = size / max(1, part["tokens"] - part["documents"])
         print(
             f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
-            f"{part['decoded_bytes']:,} bytes, {ratio:.4f} bytes per token (BOS not counted)"
+            f"{size:,} bytes, {ratio:.4f} bytes per token (BOS not counted)"
         )
+        if size < part["decoded_bytes"]:
+            print(
+                f"warning: the tokens of {split} decode to {part['decoded_bytes']:,} bytes, more "
+                f"than their source has; scores divide by the {size:,} of the source"
+            )
     for name, bpb in manifest["yardsticks"].items():
         print(f"{name.removesuffix('_bpb')}: {bpb:.4f} bits per validation byte")
     print(f"validation documents that also stand in training: {manifest['overlap_documents']}")
@@ -525,8 +616,11 @@ def count_model_nats(train, val, vocab_size):
     return nats[1:]
 
 
-def yardsticks(train, val, tokenizer):
-    """Return bits per validation byte by count models and compressors, to read a score beside."""
+def yardsticks(train, val, tokenizer, val_bytes):
+    """Return bits per validation byte by count models and compressors, to read a score beside.
+
+    val_bytes: what a score of the validation divides by, see counted_bytes.
+    """
     tokens = val.read(0, len(val))
     print(f"count models and compressors on {len(tokens):,} validation tokens", flush=True)
     # A thousand documents at a time, because decoding takes memory.
@@ -534,13 +628,13 @@ def yardsticks(train, val, tokenizer):
     text = b"".join(decode_bytes(tokenizer, part) for part in np.split(tokens, borders))
     trained_on = train.read(0, min(len(train), YARDSTICK_TOKENS))
     bigram, trigram = count_model_nats(trained_on, tokens, tokenizer.vocab_size)
-    to_bpb = 1 / math.log(2) / len(text)
+    to_bpb = 1 / math.log(2) / val_bytes
     zstd = zstandard.ZstdCompressor(level=22).compress(text)
     return {
         "bigram_bpb": bigram * to_bpb,
         "trigram_bpb": trigram * to_bpb,
-        "zstd22_bpb": 8 * len(zstd) / len(text),
-        "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / len(text),
+        "zstd22_bpb": 8 * len(zstd) / val_bytes,
+        "xz_bpb": 8 * len(lzma.compress(text, preset=9)) / val_bytes,
     }
 
 
@@ -1054,7 +1148,7 @@ def build(request, work, workers):
     overlap = count_overlap(train, val, tokenizer.bos_id)
     if overlap:
         raise UserError(f"{overlap} validation documents stand in training, expected 0")
-    manifest["yardsticks"] = yardsticks(train, val, tokenizer)
+    manifest["yardsticks"] = yardsticks(train, val, tokenizer, counted_bytes(manifest["val"]))
     return manifest
 
 

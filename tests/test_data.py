@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import sentencepiece
 import tiktoken
 import tiktoken_ext.openai_public
+import torch
 import zstandard
 
 import train_gpt as data
@@ -46,7 +48,7 @@ HARD_TEXTS = [
 ]
 
 
-def train_model(path, **changes):
+def train_model(path, lines=(), **changes):
     """A small SentencePiece model; the defaults are those of data/prepare.py."""
     options = {
         "model_type": "bpe",
@@ -66,7 +68,9 @@ def train_model(path, **changes):
         "num_threads": 1,
     }
     model = io.BytesIO()
-    lines = "\n".join(HARD_TEXTS).split("\n") * 3 + ["the cat sat on the mat  and  the hat"]
+    lines = list(lines) or "\n".join(HARD_TEXTS).split("\n") * 3 + [
+        "the cat sat on the mat  and  the hat"
+    ]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=model, **(options | changes)
     )
@@ -93,6 +97,17 @@ PREFIX = dict(
 @pytest.fixture(scope="module")
 def prefix_model(tmp_path_factory):
     return train_model(tmp_path_factory.mktemp("model") / "prefix.model", **PREFIX)
+
+
+# A space is spelt in the three bytes of SentencePiece's mark, and decodes to the mark.
+NO_SPACE = dict(user_defined_symbols=[], control_symbols=[], vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def spaceless_model(tmp_path_factory):
+    """A SentencePiece model of a language without spaces."""
+    path = tmp_path_factory.mktemp("model") / "spaceless.model"
+    return train_model(path, lines=["thecat", "sat", "onthe", "matandhat"] * 9, **NO_SPACE)
 
 
 def counted(tokenizer, ids):
@@ -479,9 +494,9 @@ def test_check_dataset(tmp_path):
 def test_manifest_errors(tmp_path):
     message = r"data/prepare.py prepares data, and data/download.py --manifest writes"
     refusal(data.UserError, message, data.load_manifest, tmp_path)
-    for content in ("{", "{}", '{"format": 2}'):
+    for content in ("{", "{}", '{"format": 2}', "[1]", "[" * 200000):
         (tmp_path / "manifest.json").write_text(content)
-        message = r"manifest.json of format 1; "
+        message = r"manifest.json(: is no JSON| of format 1; )"
         refusal(data.UserError, message, data.load_manifest, tmp_path)
 
 
@@ -546,8 +561,44 @@ def test_a_wrong_count_of_validation_bytes_is_refused(tmp_path):
 
 def test_validation_bytes_leave_out_the_dummy_prefix_after_a_boundary_only(tmp_path, prefix_model):
     texts = ["the cat", "sat on the mat"]
-    part = make_part(tmp_path / "p", ["the cat sat"] * 9, texts, prefix_model)
+    part = make_part(tmp_path / "p", ["the cat sat"] * 20, texts, prefix_model)
     assert opened(part).tokenizer.sha256 == data.sha256_file(prefix_model)
+
+
+def test_a_score_divides_by_no_more_bytes_than_the_source_has(tmp_path, spaceless_model):
+    """A tokenizer without a space piece decodes to more; without source_bytes nobody knows."""
+    texts = ["the cat sat on the mat", "a hat"]
+    source = sum(map(len, texts))
+    decoded = source + 2 * 6  # six spaces, in three bytes each
+    splits = {}
+    tokenizer = prepare.load_tokenizer(spaceless_model)
+    for split, size in (("train", 9), ("val", source)):
+        splits[split] = {"documents": 2, "source_bytes": size, "decoded_bytes": decoded}
+    part = make_part(tmp_path / "p", ["the cat sat"] * 20, texts, spaceless_model)
+    stored = data.load_manifest(part)
+    stored["val"] |= splits["val"]
+    change_manifest(part, stored)
+    found = opened(part)
+    assert found.byte_share() == source / decoded
+    model = torch.nn.Module()
+    model.forward = lambda ids, targets, *borders: (targets >= 0).float()
+    runtime = data.Runtime(0, 1, torch.device("cpu"), False)
+    for size, share in ((source, found.byte_share()), (decoded, 1.0)):
+        scorer = data.Scorer(tokenizer, runtime, 8, 2, byte_share=share)
+        scores = [scorer.score(model, found.val), scorer.score(model, found.val, 3)]
+        scores.append(scorer.score_documents(model, found.val))
+        assert [score.bytes for score in scores] == [size] * 3
+        nats = len(found.val) - 1
+        assert scores[0].bpb == pytest.approx(nats / math.log(2) / size)
+    # A mixture: one folder with too many bytes, one that loses some.
+    lossy = make_part(tmp_path / "q", ["a cat"] * 20, ["mat"], spaceless_model)
+    about = data.load_manifest(lossy)
+    about["val"] |= {"source_bytes": 5}
+    change_manifest(lossy, about)
+    assert opened(f"{part}:1,{lossy}:1").byte_share() == (source + 3) / (decoded + 3)
+    stored["val"]["source_bytes"] = None
+    change_manifest(part, stored)
+    assert opened(part).byte_share() == 1.0
 
 
 def tokens_of(part, split):
@@ -555,37 +606,49 @@ def tokens_of(part, split):
 
 
 def test_open_data_of_one_folder(tmp_path):
-    part = make_part(tmp_path / "p", ["training text"] * 3, ["one", "twö", "three"])
+    part = make_part(tmp_path / "p", ["training text"] * 20, ["one", "twö", "three"])
     found = opened(part)
     assert found.val.tolist() == tokens_of(part, "val") and found.val.dtype == np.int64
     assert (found.manifests, found.yardsticks) == ([data.load_manifest(part)], {})
     assert found.manifest_sha256 == data.sha256_file(part / "manifest.json")
     (stream,) = found.streams
-    assert found.shares == [1.0] and len(stream) == 42
-    # Ten windows of four; HOLDOUT_TOKENS=10 takes three of them.
+    assert found.shares == [1.0] and len(stream) == 280
+    # 70 windows of four; HOLDOUT_TOKENS=10 takes three of them, and a twentieth are three.
     whole = tokens_of(part, "train")
-    held_out = sorted(set(range(10)) - set(stream.windows.tolist()))
-    assert len(held_out) == 3 and len(stream.windows) == 7
+    held_out = sorted(set(range(70)) - set(stream.windows.tolist()))
+    assert len(held_out) == 3 and len(stream.windows) == 67
     windows = sorted(found.held_out.reshape(3, 4).tolist())
     assert windows == sorted(whole[4 * window : 4 * window + 4] for window in held_out)
-    for count, expected in ((1, 4), (36, 36)):
+    for count, expected in ((1, 4), (8, 8), (10**9, 12)):
         assert len(opened(part, holdout_tokens=count).held_out) == expected
-    message = "^HOLDOUT_TOKENS=.*: must leave a window of TRAIN_SEQ_LEN of the training tokens$"
-    for changes in (dict(holdout_tokens=37), dict(train_seq_len=22), dict(train_seq_len=43)):
-        refuses(message, part, **changes)
+    for changes in (dict(ema=False), dict(swa=False)):
+        assert len(opened(part, **changes).held_out) == 12
+    unused = dict(ema=False, swa=False)  # nothing is chosen, so all tokens train
+    found = opened(part, **unused)
+    assert len(found.held_out) == 0 and sorted(found.streams[0].windows) == list(range(70))
+    assert len(opened(part, train_seq_len=280, **unused).streams[0].windows) == 1
+    message = (
+        "^DATA_PATH='.*/p': a twentieth of the 280 training tokens is no window of "
+        "TRAIN_SEQ_LEN=15 to choose among raw, EMA and SWA weights on; "
+        "set TRAIN_SEQ_LEN=14 or less, or EMA=0 SWA=0$"
+    )
+    refuses(message, part, train_seq_len=15)
+    assert len(opened(part, train_seq_len=14).held_out) == 14
+    message = "^TRAIN_SEQ_LEN=281: must be at most 280, the training tokens of .*/p$"
+    refuses(message, part, train_seq_len=281, **unused)
     refuses(r"^VOCAB_SIZE=7: must be 0 or the tokenizer's 264$", part, vocab_size=7)
     figures = {"xz_bpb": 2.5}
-    measured = make_part(tmp_path / "m", ["training text"] * 3, ["one"], yardsticks=figures)
+    measured = make_part(tmp_path / "m", ["training text"] * 6, ["one"], yardsticks=figures)
     assert opened(measured).yardsticks == figures
 
 
 def test_open_data_of_a_mixture(tmp_path):
-    a = make_part(tmp_path / "a", ["training text"] * 9, ["one", "two"], yardsticks={"xz_bpb": 2.5})
+    a = make_part(tmp_path / "a", ["training text"] * 99, ["one", "two"], yardsticks={"xz": 2.5})
     published = dict(overlap_documents=2, published=True)
-    b = make_part(tmp_path / "b", ["other text"] * 9, ["four", "fünf"], **published)
+    b = make_part(tmp_path / "b", ["other text"] * 99, ["four", "fünf"], **published)
     found = opened(f"{a}:3,{b}:1", holdout_tokens=40)
-    # 31 and 24 windows of four, of which eight and three are held out.
-    assert [len(stream.windows) for stream in found.streams] == [31 - 8, 24 - 3]
+    # 346 and 272 windows of four, of which eight and three are held out.
+    assert [len(stream.windows) for stream in found.streams] == [346 - 8, 272 - 3]
     assert found.shares == [0.75, 0.25] and found.yardsticks == {}
     assert found.val.tolist() == tokens_of(a, "val") + tokens_of(b, "val")
     assert found.manifests == [data.load_manifest(part) for part in (a, b)]

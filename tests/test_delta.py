@@ -364,7 +364,7 @@ def place(tmp_path_factory):
 def batches_of(data):
     """The batches that distillation reads: four windows of the model's length, by seed."""
     options = dataclasses.replace(
-        SETTINGS, data_path=str(data), holdout_tokens=32, train_batch_tokens=128
+        SETTINGS, data_path=str(data), ema=False, swa=False, train_batch_tokens=128
     )
     return T.Batches(T.open_data(options), options, T.start_runtime("cpu"))
 
@@ -394,7 +394,7 @@ def tables_of(output):
 
 
 def bits_per_byte(tensors, data):
-    own = T.open_data(dataclasses.replace(SETTINGS, data_path=str(data), holdout_tokens=32))
+    own = T.open_data(dataclasses.replace(SETTINGS, data_path=str(data)))
     scorer = T.Scorer(own.tokenizer, T.start_runtime("cpu"), 32, 16)
     return scorer.score(rebuilt(tensors), own.val).bpb
 

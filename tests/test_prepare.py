@@ -461,7 +461,7 @@ def test_yardsticks_are_those_of_the_text(tmp_path):
     for name, tokens in (("train", train), ("val", val)):
         prepare.write_shard(tmp_path / name, np.array(tokens))
         streams.append(prepare.TokenStream([tmp_path / name], 1 << 16))
-    found = prepare.yardsticks(*streams, BYTE_TOKENIZER)
+    found = prepare.yardsticks(*streams, BYTE_TOKENIZER, len("".join(texts[24:]).encode()))
     text = "".join(texts[24:]).encode()
     _, bigram, trigram = slow_count_nats(train, val, BYTE_TOKENIZER.vocab_size)
     sizes = {

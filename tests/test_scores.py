@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from test_data import PREFIX, train_model
+from test_data import NO_SPACE, PREFIX, train_model
 from test_weights import network, pack
 
 import sample as S
@@ -158,6 +158,18 @@ def test_lost_text_has_two_byte_counts(tmp_path):
     nats = -math.fsum(plain_logps(loaded(tmp_path, "main"), [BOS], tokenizer.encode(text)))
     assert scores["bpb"] == pytest.approx(nats / math.log(2) / 14, rel=1e-6)
     assert scores["bpb_of_source"] == pytest.approx(nats / math.log(2) / len(text), rel=1e-6)
+
+
+def test_a_text_has_no_more_bytes_than_it_has(tmp_path, capsys):
+    """Tokens of a model without a space piece decode to three bytes a space."""
+    words = ["thecat", "sat", "onthe", "matandhat"] * 9
+    tokenizer = S.load_tokenizer(train_model(tmp_path / "s.model", lines=words, **NO_SPACE))
+    pack(tmp_path / "main", lively(0, tokenizer), tokenizer)
+    text = "the cat sat on the mat"
+    scores = scored(tmp_path, "text", write(tmp_path, "text.jsonl", {"text": text}))
+    assert scores["bytes"] == scores["source_bytes"] == len(text)
+    assert scores["bpb"] == pytest.approx(scores["nats"] / math.log(2) / len(text))
+    assert f"decode to {len(text) + 10} bytes, more than the text has" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------- log-probabilities
