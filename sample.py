@@ -404,21 +404,69 @@ def start_runtime(device):
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
-def exit_code(main):
-    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
-    rank = int(os.environ.get("RANK", 0))
+def open_streams():
+    """Let the standard streams take any text; one that is closed leads nowhere.
+
+    A file that is opened later would get the number of a closed stream, and what libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere, so that no later output fails, Python's at exit included.
+    """
     try:
-        return main()
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+        return error
+    return None
+
+
+def run_main(main):
+    """Return the exit code of `main`, when all its output is written. Raises OSError."""
+    try:
+        code = main()
+    except SystemExit as end:  # of --help
+        code = end.code
+    error = write_stream(sys.stdout, "")
+    if error:
+        raise error
+    return code
+
+
+def exit_code(main):
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line.
+
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    open_streams()
+    try:
+        return run_main(main)
+    except BrokenPipeError:
+        write_stream(sys.stdout, "")
+        return 141  # 128 and SIGPIPE
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank:
             time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
         message, *_ = str(error).split("\n")
-        sys.stderr.write(f"error: {message}\n")
+        write_stream(sys.stdout, "")
+        write_stream(sys.stderr, f"error: {message}\n")
         return 2 if isinstance(error, UserError) else 1
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
+        write_stream(sys.stderr, f"error: rank {rank} lost another rank; RESUME continues\n")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -439,15 +487,30 @@ def list_checkpoints(run):
 
 
 def checkpoint_fault(folder):
-    """Return what is wrong with a checkpoint, or "" if it is whole."""
+    """Return what is wrong with a checkpoint, or "" if it is whole.
+
+    Its SHA256SUMS names meta.json, model.pt, in a run's folder step_<step> training.pt, and every
+    other .pt file that is there, each once, and all of them match.
+    """
+    needed = {"meta.json", "model.pt", *(path.name for path in folder.glob("*.pt"))}
+    if folder.name.startswith("step_"):
+        needed.add("training.pt")
     try:
-        for line in (folder / "SHA256SUMS").read_text().splitlines():
-            digest, _, name = line.partition("  ")
+        # Only a file that was cut short does not end in a newline.
+        *lines, rest = (folder / "SHA256SUMS").read_text(encoding="utf-8").split("\n")
+        names = set()
+        for line in [*lines, *filter(None, [rest])]:
+            entry = re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", line)
+            if rest or not entry or entry[2] in names:
+                return f"SHA256SUMS has the line {line!r:.90}, which is cut short, odd or double"
+            digest, name = entry.groups()
+            names.add(name)
             if sha256_file(folder / name) != digest:
                 return f"{name} was changed"
     except (OSError, ValueError) as error:
         return str(error)
-    return ""
+    missing = sorted(needed - names)
+    return f"SHA256SUMS does not name {' and '.join(missing)}" if missing else ""
 
 
 def newest_checkpoint(folder):

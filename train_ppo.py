@@ -32,6 +32,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import resource
@@ -455,21 +456,69 @@ def start_runtime(device):
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
-def exit_code(main):
-    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line."""
-    rank = int(os.environ.get("RANK", 0))
+def open_streams():
+    """Let the standard streams take any text; one that is closed leads nowhere.
+
+    A file that is opened later would get the number of a closed stream, and what libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere, so that no later output fails, Python's at exit included.
+    """
     try:
-        return main()
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+        return error
+    return None
+
+
+def run_main(main):
+    """Return the exit code of `main`, when all its output is written. Raises OSError."""
+    try:
+        code = main()
+    except SystemExit as end:  # of --help
+        code = end.code
+    error = write_stream(sys.stdout, "")
+    if error:
+        raise error
+    return code
+
+
+def exit_code(main):
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line.
+
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    open_streams()
+    try:
+        return run_main(main)
+    except BrokenPipeError:
+        write_stream(sys.stdout, "")
+        return 141  # 128 and SIGPIPE
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank:
             time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
         message, *_ = str(error).split("\n")
-        sys.stderr.write(f"error: {message}\n")
+        write_stream(sys.stdout, "")
+        write_stream(sys.stderr, f"error: {message}\n")
         return 2 if isinstance(error, UserError) else 1
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        sys.stderr.write(f"error: rank {rank} lost another rank; RESUME continues\n")
+        write_stream(sys.stderr, f"error: rank {rank} lost another rank; RESUME continues\n")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -490,15 +539,30 @@ def list_checkpoints(run):
 
 
 def checkpoint_fault(folder):
-    """Return what is wrong with a checkpoint, or "" if it is whole."""
+    """Return what is wrong with a checkpoint, or "" if it is whole.
+
+    Its SHA256SUMS names meta.json, model.pt, in a run's folder step_<step> training.pt, and every
+    other .pt file that is there, each once, and all of them match.
+    """
+    needed = {"meta.json", "model.pt", *(path.name for path in folder.glob("*.pt"))}
+    if folder.name.startswith("step_"):
+        needed.add("training.pt")
     try:
-        for line in (folder / "SHA256SUMS").read_text().splitlines():
-            digest, _, name = line.partition("  ")
+        # Only a file that was cut short does not end in a newline.
+        *lines, rest = (folder / "SHA256SUMS").read_text(encoding="utf-8").split("\n")
+        names = set()
+        for line in [*lines, *filter(None, [rest])]:
+            entry = re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", line)
+            if rest or not entry or entry[2] in names:
+                return f"SHA256SUMS has the line {line!r:.90}, which is cut short, odd or double"
+            digest, name = entry.groups()
+            names.add(name)
             if sha256_file(folder / name) != digest:
                 return f"{name} was changed"
     except (OSError, ValueError) as error:
         return str(error)
-    return ""
+    missing = sorted(needed - names)
+    return f"SHA256SUMS does not name {' and '.join(missing)}" if missing else ""
 
 
 def newest_checkpoint(folder):
@@ -2200,7 +2264,11 @@ class Saved:
         return {name: getattr(self, name) for name in self.STATE}
 
     def load_state_dict(self, saved):
-        """Replace the state by a saved one."""
+        """Replace the state by a saved one. Raises ValueError for one that state_dict never makes."""
+        for name in self.STATE:
+            kinds = {type(saved.get(name)), type(getattr(self, name)), type(None)}
+            if name not in saved or len(kinds) > 2:
+                raise ValueError(f"{type(self).__name__}.{name} is {saved.get(name)!r:.60}")
         vars(self).update(saved)
 
 
@@ -2271,6 +2339,12 @@ class Clock(Saved):
         if packet.is_cuda:
             self.arrived = torch.cuda.current_stream().record_event()
 
+    def arrived_packet(self):
+        """Return the numbers of the packet on its way, when it has arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.packet.tolist()
+
     def previous_report(self):
         """Return the StepReport of the step before; None before the first step and if it was read.
 
@@ -2279,9 +2353,7 @@ class Clock(Saved):
         """
         if self.packet is None:
             return None
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        loss, skip, stop, seconds = self.packet.tolist()
+        loss, skip, stop, seconds = self.arrived_packet()
         self.packet = None
         self.seconds.append(seconds)
         return StepReport(loss, skip == 0, stop > 0, seconds)
@@ -2289,13 +2361,18 @@ class Clock(Saved):
     def median_step(self):
         """Return the median seconds of the last nine steps: a stall does not move it, a drift does.
 
-        The first step is left out because it is often slow. The median is 0 until another is known.
+        It is the lower median: the first step is often slow, and of two steps the shorter one
+        counts. It is 0 until two steps are known.
         """
-        steps = np.diff(self.seconds[1:][-10:])
-        return float(np.median(steps)) if len(steps) else 0.0
+        steps = np.sort(np.diff(self.seconds[-10:]))
+        return float(steps[(len(steps) - 1) // 2]) if len(steps) > 1 else 0.0
 
     def next_end(self):
         """Return the seconds at the end of the coming step, predicted from the reports so far."""
+        if self.packet is not None and len(self.seconds) == 1:
+            # The report of the first step alone is waited for: without it nothing is known of the
+            # run's length, and a run of a few slow steps would waste the second one.
+            return self.arrived_packet()[3]
         # While a report is on its way, the step that it is about has no known end either.
         unknown_steps = 1 if self.packet is None else 2
         return self.seconds[-1] + unknown_steps * self.median_step()
@@ -2304,7 +2381,7 @@ class Clock(Saved):
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
 
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
-        less than for the step before. It is 0 while no step time is known.
+        less than for the step before. Without ITERATIONS it is 0 for the first step.
         """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
@@ -2317,6 +2394,12 @@ class Clock(Saved):
     def is_last(self, step):
         """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
         return step >= self.iterations or self.next_end() > self.budget
+
+    def end_reason(self, step):
+        """Return what has ended a run after so many steps: "iterations", "clock" or "replay"."""
+        if step < self.iterations:
+            return "clock"
+        return "replay" if self.replay else "iterations"
 
     def load_state_dict(self, saved):
         """Replace the state by a saved one."""
@@ -2332,6 +2415,8 @@ PHASE_STARTS = {
     "qat": 0.85,  # rounding makes steps slower, and the last steps suffice to adapt the weights
 }
 EMA_MEMORY = 0.02  # share of the run after which weights count 1 / e in the average
+# The warm-up begins here: the length of the first step is unknown, and at 0 it would be wasted.
+WARMUP_START = 0.1
 
 
 class Plan(Saved):
@@ -2370,16 +2455,22 @@ class Plan(Saved):
             if getattr(settings, name):
                 self.planned[name] = (begin, 1.0)
         self.progress = 0.0  # share of the run that the present step has reached
+        self.step_share = 0.0  # mean share of the run of each step so far
         self.phases = {}  # name of each phase that has begun -> facts for result.json
 
     def rates(self, progress):
-        """Return the multiplier of all learning rates: 0 to 1 in the warm-up, 1 to LR_FLOOR in the
-        warmdown."""
+        """Return the multiplier of all learning rates: to 1 in the warm-up, 1 to LR_FLOOR in the
+        warmdown.
+
+        No step is spent at 0: a step of the warm-up has the rate of its end, but a tenth at least,
+        and one of the warmdown that of its begin.
+        """
         if progress < self.warmup:
-            return progress / self.warmup
+            return max(WARMUP_START, progress / self.warmup)
         if not self.warmdown:
             return 1.0
-        height = min(1.0, (1 - progress) / self.warmdown)  # linear: 1 to 0 in the warmdown
+        left = 1 - progress + self.step_share  # share of the run from the begin of this step on
+        height = min(1.0, left / self.warmdown)  # linear: 1 to 0 in the warmdown
         if self.lr_schedule == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * height)
         elif self.lr_schedule == "wsd":
@@ -2396,6 +2487,7 @@ class Plan(Saved):
         # stop before it, and a phase that never began is an error (Run.write_result).
         last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
+        self.step_share = progress / (step + 1)
         begun = []
         for name, (begin, _) in self.planned.items():
             if self.is_on(name):
@@ -2961,15 +3053,24 @@ LOG_SECONDS = 10.0  # at least one line in this time says what the run is doing
 MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
 METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:.0f}"}
 CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
+# What torch.load and load_state_dict raise for a file that torch.save has not written so.
+LOAD_ERRORS = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
 
 
-def save_checkpoint(folder, step, parts, meta):
-    """Write folder/step_<step> whole or not at all, then delete all but the newest checkpoints.
+def write_checkpoint(folder, parts, meta):
+    """Write a folder of meta.json, <part>.pt and SHA256SUMS, whole or not at all, for the old one.
 
     parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
-    final = folder / f"step_{step:06d}"
-    unfinished = folder / "unfinished"
+    unfinished = folder.parent / "unfinished"
     files = {"meta.json": json.dumps(meta).encode()}
     for name, part in parts.items():
         buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
@@ -2982,10 +3083,16 @@ def save_checkpoint(folder, step, parts, meta):
         unfinished.mkdir()
         for name, data in files.items():
             replace_file(unfinished / name, data)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-        unfinished.rename(final)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
+        unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def save_checkpoint(folder, step, parts, meta):
+    """Write folder/step_<step>, see write_checkpoint, then delete all but the newest checkpoints."""
+    final = folder / f"step_{step:06d}"
+    write_checkpoint(final, parts, meta)
     folders = list_checkpoints(folder)
     newest = folders.index(final)
     # The list begins with the newest. Any newer one must be damaged, or the run would have resumed
@@ -2999,6 +3106,70 @@ def find_run(name, out_dir):
     return Path(name) if os.sep in name else Path(out_dir, name)
 
 
+def check_run(name, folder):
+    """Raise UserError, with the names of some runs, if there is no such run."""
+    if not folder.is_dir():
+        logs = [*folder.parent.glob("*/log.txt")]
+        logs.sort(key=os.path.getmtime, reverse=True)
+        runs = ", ".join(path.parent.name for path in logs[:10]) or "none"
+        raise UserError(f"{name}={str(folder)!r}: no such run; {folder.parent} has {runs}")
+
+
+def checkpoint_to_resume(folder):
+    """Return the newest whole checkpoint of an unfinished run. Raises UserError."""
+    check_run("RESUME", folder)
+    prefix = f"RESUME={str(folder)!r}:"
+    if re.fullmatch(r"step_\d+", folder.name):
+        raise UserError(
+            f"{prefix} is a checkpoint; must be its run, RESUME={folder.parent}, which continues "
+            "from the newest whole one"
+        )
+    if (folder / "result.json").exists():
+        raise UserError(
+            f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it"
+        )
+    if not list_checkpoints(folder):
+        raise UserError(
+            f"{prefix} has no checkpoint step_<step>; must be a run that was saved once at least"
+        )
+    newest, faults = newest_checkpoint(folder)
+    if newest is None:
+        raise UserError(f"{prefix} has no whole checkpoint; {'; '.join(faults)}")
+    return newest
+
+
+def read_facts(name, path, kinds):
+    """Return what a JSON file holds. Raises UserError unless it is an object of these keys.
+
+    name: the setting that is blamed. kinds: key -> type.
+    """
+    try:
+        facts = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{name}: {path} cannot be read: {error}") from None
+    for key, kind in kinds.items():
+        value = facts.get(key) if isinstance(facts, dict) else None
+        if type(value) is not kind:
+            raise UserError(
+                f"{name}: {path} was changed: its {key!r} must be of type {kind.__name__}, not "
+                f"{value!r:.60}"
+            )
+    return facts
+
+
+def read_meta(folder):
+    """Return meta.json of a checkpoint to resume. Raises UserError for one that no run has made."""
+    kinds = {"step": int, "settings": dict, "identity": dict}
+    meta = read_facts("RESUME", folder / "meta.json", kinds)
+    missing = [setting.name for setting in fields(Settings) if setting.name not in meta["settings"]]
+    if missing:
+        raise UserError(
+            f"RESUME: {folder}/meta.json has no {missing[0].upper()}; must be of a run of this "
+            "script, in this version"
+        )
+    return meta
+
+
 def stored_settings(given):
     """Return the settings of the run that RESUME or REPLAY names, or {} if neither is given.
 
@@ -3009,13 +3180,7 @@ def stored_settings(given):
         folder = find_run(given["RESUME"], out_dir)
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
-        newest, faults = newest_checkpoint(folder)
-        if newest is None or (folder / "result.json").exists():
-            raise UserError(
-                f"RESUME={str(folder)!r}: must be an unfinished run (no result.json) with a whole "
-                f"checkpoint; {' '.join(faults)}"
-            )
-        return json.loads((newest / "meta.json").read_bytes())["settings"]
+        return read_meta(checkpoint_to_resume(folder))["settings"]
     if given.get("REPLAY"):
         stored = read_progress(find_run(given["REPLAY"], out_dir))
         return {**stored["settings"], "run_id": "", "resume": ""}
@@ -3024,14 +3189,22 @@ def stored_settings(given):
 
 def read_progress(folder):
     """Return progress.json of a run. Raises UserError if the run cannot be repeated."""
-    prefix = f"REPLAY={str(folder)!r}:"
+    check_run("REPLAY", folder)
+    prefix = f"REPLAY={str(folder)!r}"
     path = folder / "progress.json"
     if not path.is_file():
-        raise UserError(f"{prefix} no {path}; must be a run that trained to its end")
-    stored = json.loads(path.read_bytes())
+        raise UserError(f"{prefix}: no {path}; must be a run that trained to its end")
+    stored = read_facts(prefix, path, {"progress": list, "events": list, "settings": dict})
+    before = 0.0
+    for share in stored["progress"]:
+        if type(share) not in (int, float) or not before <= share <= 1:
+            raise UserError(f"{prefix}: {path} was changed: {share!r:.60} follows {before}")
+        before = share
     for event in stored["events"]:
+        if not isinstance(event, dict):
+            raise UserError(f"{prefix}: {path} was changed: the event {event!r:.60} is no object")
         if event.get("changed"):
-            raise UserError(f"{prefix} was resumed with changed {event['changed']}")
+            raise UserError(f"{prefix}: was resumed with changed {event['changed']}")
     return stored
 
 
@@ -3042,11 +3215,12 @@ def replayed_progress(settings):
     return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
 
 
-def make_tracker(settings, folder):
+def make_tracker(settings, folder, checkpoint):
     """Return track(values, step), which feeds TensorBoard or W&B; None if TRACKER is none.
 
     values: numbers or texts by name, and what else W&B takes.
 
+    checkpoint: to resume from, or None; TensorBoard hides what it was given of later steps.
     Raises UserError if the package is not installed.
     """
     try:
@@ -3060,7 +3234,8 @@ def make_tracker(settings, folder):
         if settings.tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(folder)
+            after = int(checkpoint.name[5:]) + 1 if checkpoint else None
+            writer = SummaryWriter(folder, purge_step=after)
 
             def track(metrics, step):
                 for name, value in metrics.items():
@@ -3079,13 +3254,18 @@ def make_tracker(settings, folder):
 
 
 def handle_stop_signals(handler):
-    """From here on SIGTERM and SIGINT call `handler`; signal.SIG_DFL: they end the process."""
+    """From here on SIGTERM, SIGINT and SIGHUP call `handler`; signal.SIG_DFL: they end the process.
+
+    A SIGHUP that is ignored stays so: nohup has done it.
+    """
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handler)
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT, so that the loop saves and stops.
+    """Remembers SIGTERM, SIGINT or SIGHUP, so that the loop saves and stops.
 
     A second signal ends the process at once.
     """
@@ -3099,8 +3279,11 @@ class StopSignal:
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
         if time.monotonic() - self.received > 1:
-            sys.stderr.write(f"{signal.Signals(number).name}: ended without a checkpoint\n")
-            os._exit(128 + number)
+            try:
+                text = f"{signal.Signals(number).name}: ended without a checkpoint\n"
+                write_stream(sys.stderr, text)
+            finally:  # whatever becomes of the text
+                os._exit(128 + number)
         self.number = number
         self.received = time.monotonic()
 
@@ -3110,46 +3293,99 @@ def name_values(values):
     return " ".join(f"{name}:{value}" for name, value in values.items())
 
 
+class LineFile:
+    """A file to which whole lines are appended, each of which stays if the process is killed."""
+
+    def __init__(self, path):
+        self.path = path
+        self.file = open(path, "ab", buffering=0)
+        self.is_torn = False  # whether the last line was cut short, on a full disk
+
+    def append(self, text):
+        """Append text and a newline. Raises OSError."""
+        data = b"\n" * self.is_torn + text.encode(errors="backslashreplace") + b"\n"
+        length = len(data)
+        try:
+            while data:
+                data = data[self.file.write(data) :]
+        finally:
+            if len(data) < length:
+                self.is_torn = bool(data)
+
+    def write(self, text):
+        """Append text and a newline; a fault is a warning: a full disk may have room again."""
+        try:
+            self.append(text)
+        except OSError as error:
+            write_stream(sys.stderr, f"{self.path.name}: {error}\n")
+
+
+def read_lines(path):
+    """Return the objects of a file of JSON lines; a line that was cut short is left out."""
+    objects = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            with contextlib.suppress(ValueError):
+                objects.append(json.loads(line))
+    return objects
+
+
 class Log:
-    """log.txt, the terminal and the tracker. Only rank 0 has a file; on other ranks it is mute."""
+    """log.txt, metrics.jsonl, the terminal and the tracker.
+
+    Only rank 0 has the files; on other ranks it is mute. What happens to the terminal does not
+    reach the files.
+    """
 
     def __init__(self, iterations):
         self.iterations = iterations
         self.file = None
+        self.metrics_file = None
         self.track = None
         self.last_line = time.monotonic()
+        self.last_step = 0  # in metrics.jsonl
 
     def __call__(self, text, stream=None):
         """Write text to the file and to a stream, sys.stdout if it is None."""
         if self.file is None:
             return
         self.last_line = time.monotonic()
-        try:
-            print(CLEAR_LINE * sys.stdout.isatty() + text, file=stream, flush=True)
-            self.file.write(text.encode() + b"\n")
-        except OSError as error:  # a full disk may have room again before the next checkpoint
-            with contextlib.suppress(OSError):
-                sys.stderr.write(f"log.txt: {error}\n")
+        self.file.write(text)
+        self.show(f"{CLEAR_LINE * sys.stdout.isatty()}{text}\n", stream)
+
+    def show(self, text, stream=None):
+        """Write text to a stream alone, sys.stdout if it is None."""
+        error = write_stream(stream or sys.stdout, text)
+        if error:
+            self.file.write(f"note: the output has ended ({error}); the run and this log go on")
 
     def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
         return time.monotonic() - self.last_line >= LOG_SECONDS
 
     def metrics(self, step, metrics, seconds_left=None):
-        """Write the metrics (name -> number) of a step and feed the tracker.
+        """Write the metrics (name -> number) of a step to metrics.jsonl, tracker and log.
 
-        With seconds_left, a step after the first five is written and tracked only if nothing was
-        written for LOG_SECONDS; on a terminal the others overwrite one line.
+        seconds_left: of the run, if the step was trained. Then log.txt has it if it is one of the
+        first five, or nothing was written for LOG_SECONDS; on a terminal the others overwrite one
+        line. A number that is not finite is null in metrics.jsonl: JSON has none.
         """
+        if self.file is None:
+            return
+        numbers = {"step": step}
         line = f"step:{step}/{self.iterations or '?'}"
         for name, value in metrics.items():
+            numbers[name] = float(value) if math.isfinite(value) else None
             line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
+        self.metrics_file.write(json.dumps(numbers))
+        if self.track:
+            self.track(metrics, step)
+        if seconds_left is not None:
+            self.last_step = step
         if seconds_left is None or step <= 5 or self.is_due():
             self(line)
-            if self.track:
-                self.track(metrics, step)
-        elif self.file and sys.stdout.isatty():
-            print(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}", end="", flush=True)
+        elif sys.stdout.isatty():
+            self.show(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}")
 
 
 @dataclass
@@ -3182,6 +3418,7 @@ class Run(Saved):
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.saved_step = -1  # of the newest checkpoint
+        self.ended = ""  # why training has ended: "iterations", "clock" or "replay"
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None.
@@ -3200,8 +3437,10 @@ class Run(Saved):
                     "continues a run"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.log.track = make_tracker(self.settings, self.folder)
-            self.log.file = open(self.folder / "log.txt", "ab", buffering=0)
+            self.log.track = make_tracker(self.settings, self.folder, checkpoint)
+            self.log.file = LineFile(self.folder / "log.txt")
+            if checkpoint is None:  # else load opens it
+                self.log.metrics_file = LineFile(self.folder / "metrics.jsonl")
             self.write_header()
             for fault in faults:
                 self.log(fault)
@@ -3209,9 +3448,9 @@ class Run(Saved):
 
     def write_header(self):
         """Log the script's source, the command, the machine and all settings; * marks a change."""
-        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120 + "\n"
-        if source not in (self.folder / "log.txt").read_text(encoding="utf-8"):
-            self.log.file.write(source.encode())
+        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
+        if f"{source}\n" not in (self.folder / "log.txt").read_text(encoding="utf-8"):
+            self.log.file.append(source)
         self.log(f"command: {' '.join(sys.argv)}")
         self.log(name_values(describe_machine(self.runtime)))
         for name, value in asdict(self.settings).items():
@@ -3257,7 +3496,7 @@ class Run(Saved):
 
     def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
-        meta = json.loads((folder / "meta.json").read_bytes())
+        meta = read_meta(folder)
         for name, value in self.identity.items():
             before = meta["identity"].get(name)
             if before != value:
@@ -3265,17 +3504,45 @@ class Run(Saved):
         # A rank of a sharded run keeps some rows of what is mapped into memory here.
         place = "cpu" if getattr(self.settings, "shard", False) else self.runtime.device
         read = functools.partial(torch.load, map_location=place, weights_only=True, mmap=True)
-        states = {**read(folder / "training.pt"), "network": read(folder / "model.pt")}
-        for name, part in self.parts.items():
-            if name in states:
-                part.load_state_dict(states[name])
+        try:
+            states = {**read(folder / "training.pt"), "network": read(folder / "model.pt")}
+            for name, part in self.parts.items():
+                # A run that is resumed may switch on averages and a penalty on KL.
+                if name in states or name not in ("ema", "swa", "reference"):
+                    part.load_state_dict(states[name])
+        except torch.OutOfMemoryError:
+            raise
+        except LOAD_ERRORS as error:
+            fault = " ".join(str(error).split())
+            raise UserError(
+                f"RESUME: {folder} is no checkpoint of this run: {fault:.300}"
+            ) from None
+        if self.step != meta["step"]:
+            raise UserError(f"RESUME: {folder} was changed: it is of step {self.step}")
         self.saved_step = self.step
+        self.continue_metrics()
         changed = {
             name: value
             for name, value in asdict(self.settings).items()
             if value != meta["settings"].get(name) and name not in ("resume", "run_id", "out_dir")
         }
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
+
+    def continue_metrics(self):
+        """Open metrics.jsonl, without the lines that a resumed run will write again."""
+        if self.runtime.rank:
+            return
+        path = self.folder / "metrics.jsonl"
+        lines = []
+        for numbers in read_lines(path):
+            step = numbers["step"]
+            is_trained = "train_time" in numbers
+            # Held-out scores of this step are made again, but for those of the start.
+            if step < self.step or (step == self.step and is_trained) or step == 0:
+                lines.append(json.dumps(numbers) + "\n")
+                self.log.last_step = max(self.log.last_step, step * is_trained)
+        replace_file(path, "".join(lines).encode())
+        self.log.metrics_file = LineFile(path)
 
     def count_skipped(self, report):
         """Count a step whose loss or gradient was not finite: its update was masked.
@@ -3288,11 +3555,56 @@ class Run(Saved):
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         self.event("skipped_step", step=self.step, loss=str(report.loss))
-        if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            raise FloatingPointError(
-                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite;"
-                f" the last checkpoint of {self.folder} is good"
+        fault = ""
+        if self.skipped_in_a_row == 1:
+            fault = self.weights_fault()
+        elif self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            fault = (
+                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
             )
+            if self.skipped_steps == self.step:
+                fault += ", from the first on: the start or the data are bad"
+            else:
+                fault += f"; the last checkpoint of {self.folder} is good"
+        if fault:
+            self.log(f"training has ended after step {self.step}: {fault}")
+            raise FloatingPointError(fault)
+
+    def weights_fault(self):
+        """Return that a weight is not finite, or "". Such a start is bad: no step can mend it."""
+        fault = ""
+        for name, weight in self.parts["network"].state_dict().items():
+            if weight.is_floating_point() and not weight.isfinite().all():
+                fault = f"the weights {name} are not finite"
+                if self.skipped_steps == self.step:
+                    start = getattr(self.settings, "init_from", "")
+                    fault += f", nor is the first loss: the start is bad, INIT_FROM={start!r}"
+        return self.runtime.agree(fault)
+
+    def end_training(self):
+        """Log why training has ended, and write progress.json, which a replay needs."""
+        self.ended = self.clock.end_reason(self.step)
+        settings = self.settings
+        done = f"after step {self.step} of {self.log.iterations or 'no limit'}"
+        limits = {
+            "iterations": "all steps are done",
+            "replay": f"so has the run that REPLAY={settings.replay} repeats",
+            "clock": f"MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds:g} less "
+            f"RESERVE_SECONDS={settings.reserve_seconds:g} leave no time for another one",
+        }
+        self.log(f"training has ended {done}: {limits[self.ended]}")
+        if self.ended == "clock" and self.log.iterations:
+            self.event("ended_by_clock", step=self.step, iterations=self.log.iterations)
+        self.write_json("progress.json", {"progress": self.clock.used})
+
+    def leave_stopped(self, stop_signal):
+        """Log that a signal stopped the run, which is saved; return the exit code."""
+        number = signal.Signals(stop_signal.number or signal.SIGTERM)
+        self.log(
+            f"stopped by {number.name} after step {self.step}; RESUME={self.folder} continues it"
+        )
+        self.runtime.leave()
+        return 128 + number
 
     def write_json(self, name, facts):
         """Write facts, events and settings into a file of the folder; return them all."""
@@ -3321,6 +3633,7 @@ class Run(Saved):
             **describe_machine(self.runtime),
             "world_size": self.runtime.world_size,
             "steps": self.step,
+            "ended": self.ended,
             "skipped_steps": self.skipped_steps,
             "train_seconds": self.clock.elapsed(),
             **facts,
@@ -3341,6 +3654,12 @@ class Run(Saved):
             faults.append(f"phase {name} was enabled and never fired")
         if result["total_bytes"] > self.settings.artifact_bytes_max:
             faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
+        if self.ended == "clock" and self.log.iterations:
+            self.log(
+                f"note: the clock ended training after {self.step} of {self.log.iterations} steps; "
+                "a longer MAX_WALLCLOCK_SECONDS, or 0, takes them all",
+                sys.stderr,
+            )
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
@@ -4487,19 +4806,12 @@ def log_step(run, metrics):
     if report is None:
         return False
     run.count_skipped(report)
-    if metrics:
-        seconds = report.seconds
-        times = {"train_time": 1000 * seconds, "step_avg": 1000 * seconds / run.step}
-        run.log.metrics(run.step, {**metrics, **times}, run.clock.budget - seconds)
+    seconds = report.seconds
+    times = {"train_time": 1000 * seconds, "step_avg": 1000 * seconds / run.step}
+    if run.step > run.log.last_step:  # a run that was stopped has logged it
+        values = {"loss": report.loss, **metrics, **times}
+        run.log.metrics(run.step, values, run.clock.budget - seconds)
     return report.stop_requested
-
-
-def stop_run(run, stop_signal):
-    """Leave a run that a signal stopped; return its exit code."""
-    number = signal.Signals(stop_signal.number or signal.SIGTERM)
-    run.log(f"stopped by {number.name} after step {run.step}; RESUME={run.folder} goes on")
-    run.runtime.leave()
-    return 128 + number
 
 
 def choose_weights(trainer, averages, exam, problems, log):
@@ -4973,11 +5285,11 @@ def main():
             raise dead_start(run, rollout, reason)
 
     clock.stop()
-    if stopping:
-        return stop_run(run, stop_signal)
-    handle_stop_signals(signal.SIG_DFL)
     log_step(run, metrics)
-    run.write_json("progress.json", {"progress": clock.used})
+    if stopping:
+        return run.leave_stopped(stop_signal)
+    handle_stop_signals(signal.SIG_DFL)
+    run.end_training()
 
     # Choosing the weights and packing them are on the clock, too.
     clock.start()

@@ -82,10 +82,9 @@ def test_every_phase_fires_and_the_rate_reaches_its_floor(name, shape):
     assert set(plan.planned) == set(plan.phases) == {"warmup", "warmdown", "ema", "swa", "qat"}
     assert all(phase["steps"] > 0 for phase in plan.phases.values())
     step = clock.median_step()
-    decrement = (
-        0.9 * step / 100.0 / plan.warmdown * (math.pi / 2 if shape == "cosine" else 1.0)
-    )  # steepest slope
-    assert 0.1 <= multipliers[-1] <= 0.1 + decrement * 1.6
+    slope = 0.9 / plan.warmdown * (math.pi / 2 if shape == "cosine" else 1.0)  # the steepest
+    # The last step has the rate of its begin, and ends up to a step before the clock does.
+    assert 0.1 < multipliers[-1] <= 0.1 + slope * (plan.step_share + 1.6 * step / 100.0)
     assert ended <= 100.0 + 2 * step
     assert ended >= 100.0 - 2 * step
     assert clock.used == sorted(clock.used)
@@ -103,8 +102,54 @@ def test_iterations_alone_end_the_run_at_the_floor():
     cfg = settings(iterations=50, max_wallclock_seconds=0.0, reserve_seconds=0.0)
     plan, clock, multipliers, _ = run(cfg, SPEEDS["steady"])
     assert len(multipliers) == 50
-    assert multipliers[-1] == 0.0 and clock.used[-1] == 1.0
+    # A trapezoid of steps: the last one begins a fiftieth before the end.
+    assert multipliers[-1] == pytest.approx(0.02 / 0.5) and clock.used[-1] == 1.0
+    assert multipliers[-2] == pytest.approx(0.04 / 0.5) and min(multipliers) > 0.03
     assert plan.phases["qat"]["steps"] == 51 - plan.phases["qat"]["start_step"]
+
+
+@pytest.mark.parametrize("count", [0, 60])
+@pytest.mark.parametrize("shape", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        lambda step, at: 8.7,  # 17 steps
+        lambda step, at: 40.0 if step == 0 else 5.0,
+        lambda step, at: 50.0 if step == 1 else 2.0,
+        lambda step, at: 60.0 if 2 <= step <= 3 else 0.5,
+        lambda step, at: 100.0 if step == 4 else 4.0,
+        lambda step, at: 60.0 if at > 80 else 1.0,  # a stall near the end
+        lambda step, at: 70.0,
+        lambda step, at: 140.0,
+        lambda step, at: 30.0 / (1 + step),
+        lambda step, at: 0.02,
+    ],
+)
+def test_no_step_of_a_slow_clock_is_spent_at_a_rate_of_zero(seconds, shape, count):
+    """Two of 17 steps were, in the warm-up, and the last one was."""
+    cfg = settings(
+        max_wallclock_seconds=150.0, reserve_seconds=5.0, lr_schedule=shape, iterations=count
+    )
+    _, clock, multipliers, _ = run(cfg, seconds)
+    assert min(multipliers) > 0
+    assert clock.used == sorted(clock.used) and clock.used[0] in (0, 1 / 60)
+    assert clock.end_reason(len(multipliers)) == (
+        "iterations" if len(multipliers) == 60 else "clock"
+    )
+    if len(multipliers) > 2 and clock.seconds[1] > 2:
+        assert multipliers[1] == 1  # no second step of a warm-up of 1.45 s is wasted
+
+
+def test_a_warm_up_begins_at_a_tenth():
+    plan = T.Plan(settings(warmup_frac=0.1))
+    assert [plan.rates(at) for at in (0.0, 0.005, 0.02)] == pytest.approx([0.1, 0.1, 0.2])
+
+
+def test_why_a_run_has_ended():
+    clock = T.Clock(settings(iterations=5), runtime())
+    assert [clock.end_reason(step) for step in (4, 5)] == ["clock", "iterations"]
+    assert T.Clock(settings(), runtime()).end_reason(9) == "clock"
+    assert T.Clock(settings(), runtime(), [0.5, 1.0]).end_reason(2) == "replay"
 
 
 def test_multiplier_against_closed_forms():

@@ -3,6 +3,8 @@ refused.
 """
 
 import importlib.machinery
+import json
+import math
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -55,7 +57,8 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
     calls = []
 
     class Writer:
-        def __init__(self, folder):
+        def __init__(self, folder, purge_step):
+            assert purge_step is None
             calls.append(folder)
 
         def add_scalar(self, name, value, step):
@@ -79,10 +82,10 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
     assert found == [(name, value, 3) for name, value in METRICS.items()]
     run.log.last_line += 1000  # the log has a fresh line: later metrics are not due
     run.log.metrics(6, METRICS, seconds_left=1.0)
-    assert len(found) == len(METRICS)
+    assert len(found) == 2 * len(METRICS) and found[-1][2] == 6
     run.log.last_line -= 2000
-    run.log.metrics(7, METRICS, seconds_left=1.0)
-    assert len(found) == 2 * len(METRICS) and found[-1][2] == 7
+    run.log.metrics(7, METRICS | {"bad": math.nan}, seconds_left=1.0)
+    assert len(found) == 3 * len(METRICS) + 1 and found[-1][2] == 7
     folder = tmp_path / "a"
     if kind == "tensorboard":  # what is written is there, whatever comes
         assert str(calls[0]) == str(folder) and calls[-1] == "flush"
@@ -91,7 +94,10 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
         own = dict(project="underpar", name="a", dir=str(folder), config=vars(run.settings))
         assert calls == [own]
     lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
-    assert lines[-2:] == [f"step:3/? {LINE}", f"step:7/? {LINE}"]
+    assert lines[-2:] == [f"step:3/? {LINE}", f"step:7/? {LINE} bad:nan"]
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [{"step": 3}, {"step": 6}, {"step": 7, "bad": None}]
+    assert [json.loads(line) for line in lines] == [METRICS | step for step in steps]
 
 
 def test_without_a_tracker_nothing_is_imported(monkeypatch, tmp_path):
