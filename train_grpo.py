@@ -3236,7 +3236,6 @@ def make_tracker(settings, folder, checkpoint):
     """Return track(values, step), which feeds TensorBoard or W&B; None if TRACKER is none.
 
     values: numbers or texts by name, and what else W&B takes.
-
     checkpoint: to resume from, or None; TensorBoard hides what it was given of later steps.
     Raises UserError if the package is not installed.
     """
