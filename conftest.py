@@ -227,6 +227,7 @@ def rank_environments(count):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared["TORCHELASTIC_RUN_ID"] = "none"
     return [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
 
 

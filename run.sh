@@ -62,12 +62,21 @@ setup() {
   say "Set-up: done"
 }
 
+# Sets CONFIG_LINES to the lines NAME=value of the CONFIG file, as train_gpt.py reads them.
+read_config() {
+  CONFIG_LINES=""
+  [ -n "${CONFIG-}" ] || return 0
+  CONFIG_LINES="$($RUN -c 'import sys; import train_gpt as T
+def show(): print(*map("=".join, T.read_config(sys.argv[1]).items()), sep="\n")
+sys.exit(T.exit_code(show))' "$CONFIG")" || exit $?
+}
+
 # Prints setting $1: from the environment, else from the CONFIG file, else nothing.
 setting() {
   if [ -n "${!1-}" ]; then
     printf '%s' "${!1}"
-  elif [ -f "${CONFIG-}" ]; then
-    sed -n "s/^[[:space:]]*$1=\([^[:space:]#]*\).*/\1/p" "$CONFIG" | tail -n 1
+  else
+    printf '%s\n' "$CONFIG_LINES" | sed -n "s/^$1=//p"
   fi
 }
 
@@ -123,6 +132,7 @@ run_folder() { local out; out="$(setting OUT_DIR)"; printf '%s' "${out:-runs}/$R
 
 train() {
   local gpus=0 data="" path
+  read_config
   if [ "$BUILD" = cuda ] && [ "$(setting DEVICE)" != cpu ]; then
     gpus="$($RUN -c 'import torch; print(torch.cuda.device_count())')"
   fi
@@ -135,6 +145,7 @@ train() {
     [1-3]) export CONFIG="${CONFIG:-configs/golf_1gpu.env}" ;;
     *) export CONFIG="${CONFIG:-configs/golf_8gpu.env}" ;;
   esac
+  [ -n "$CONFIG_LINES" ] || read_config
   # DATA_PATH of the environment stands above DATA, and DATA above DATA_PATH of the config.
   path="$(setting DATA_PATH)"
   [ -n "${DATA_PATH-}" ] || data="$DATA"

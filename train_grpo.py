@@ -242,6 +242,29 @@ RETIRED_SETTINGS = {
 }
 
 
+# Settings that name files or folders; a `~` at the beginning of each is the home folder.
+PATH_SETTINGS = (
+    "ARTIFACT",
+    "CONFIG",
+    "DATA_PATH",
+    "ENVIRONMENT",
+    "INIT_FROM",
+    "OUT_DIR",
+    "REPLAY",
+    "RESUME",
+    "REWARD",
+    "REWARD_MODEL",
+    "SCORE_FILE",
+    "SCORE_JUDGE",
+    "SCORE_MODEL",
+    "SCORE_PATH",
+    "TEACHER",
+    "TOKENIZER_PATH",
+    "TRAIN_FILES",
+    "VAL_FILES",
+)
+
+
 NUMBER_NAMES = {int: "a whole number", float: "a number"}
 
 
@@ -327,23 +350,60 @@ def read_environment(environ, names):
     }
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
-        name: environ[name]
+        name: expand_home(name, environ[name])
         for name in environ.keys() - ignored
         if name in known or difflib.get_close_matches(name, names, 1, 0.85)
     }
 
 
+def expand_home(name, text):
+    """Return the text of a setting; of a path, or a list of paths, with `~` for the home folder.
+
+    A shell replaces `~` in OUT_DIR=~/x, but not in a config file, in quotes or in --out_dir=~/x.
+    """
+    if name not in PATH_SETTINGS:
+        return text
+    return ",".join(map(os.path.expanduser, text.split(",")))
+
+
+def config_value(text):
+    """Return the value behind NAME=, as a shell reads it: in quotes, or up to a ` #`.
+
+    Raises ValueError for a quote that is not closed. Inside an unquoted value (it's) it is text.
+    """
+    value = text.strip()
+    if value[:1] not in ("'", '"'):
+        return re.split(r"\s#", text)[0].strip()
+    words = shlex.split(value, comments=True)
+    if len(words) > 1:
+        raise ValueError("text stands behind the closing quotation")
+    return words[0]
+
+
 def read_config(path):
-    """Return the NAME=value lines of a config file; `#` begins a comment. Raises UserError."""
+    """Return the NAME=value lines of a config file, as a shell reads them, with two differences: a
+    value without quotes may have spaces, and nothing but `~` is replaced. Raises UserError.
+    """
     if not Path(path).is_file():
         raise UserError(f"CONFIG={path!r}: no such file")
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")  # Windows writes a mark before the text
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: must be text in UTF-8; {error}") from None
     given = {}
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        name, equals, value = line.partition("#")[0].partition("=")
-        if equals:
-            given[name.strip()] = value.strip().strip("'\"")
-        elif name.strip():
-            raise UserError(f"{path}: {line!r} is not NAME=value")
+    for number, line in enumerate(re.split("\r\n|\r|\n", text), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        name = re.sub(r"^export\s+", "", name.strip())
+        if not equals or "#" in name:
+            raise UserError(f"{path}, line {number}: {line!r} is not NAME=value")
+        if name in given:
+            raise UserError(f"{path}, line {number}: {name} stands in the file twice")
+        try:
+            given[name] = expand_home(name, config_value(value))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {line!r}: {error}") from None
     if "CONFIG" in given:
         raise UserError(f"{path}: CONFIG cannot stand in a config file")
     return given
@@ -355,11 +415,16 @@ def read_arguments(arguments):
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
         if equals:
-            given[name.upper()] = value
+            name = name.upper()
+            value = expand_home(name, value)
         elif argument.endswith(".env"):
-            given["CONFIG"] = argument
+            name = "CONFIG"
+            value = argument
         else:
             raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
+        if name in given:
+            raise UserError(f"{argument!r}: the command line has {name} twice")
+        given[name] = value
     return given
 
 
@@ -371,7 +436,7 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     given texts (NAME -> text) that returns the values of another run, which replace the defaults.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
-    if "--help" in arguments:
+    if not {"--help", "-h"}.isdisjoint(arguments):
         print(inspect.getmodule(cls).__doc__)
         print(inspect.getsource(cls))
         sys.exit()
@@ -385,7 +450,10 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
 
     values = stored(given) if stored else {}
     if values.keys() - cls.__dataclass_fields__:
-        raise UserError("RESUME or REPLAY: must name a run of this script, in this version")
+        name = "RESUME" if given.get("RESUME") else "REPLAY"
+        raise UserError(
+            f"{name}={given.get(name, '')!r}: must name a run of this script, in this version"
+        )
     for texts in (config, above):
         for name in presets:
             if name in texts:
@@ -401,6 +469,10 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
 
 
 # === shared: runtime ===
+# The variables by which torchrun tells a process who it is.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 @dataclass
 class Runtime:
     """Who this process is among the ranks, and the device of its tensors."""
@@ -437,8 +509,37 @@ def hidden_gpus():
     return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
 
 
+def process_group():
+    """Return whether the environment describes a process group, as torchrun does. Raises UserError
+    for one that it describes in part.
+    """
+    given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+    if not given.get("LOCAL_RANK", "0").isdecimal():
+        raise UserError(
+            f"LOCAL_RANK={given['LOCAL_RANK']!r}: must be a whole number from 0, or unset"
+        )
+    if not {"RANK", "WORLD_SIZE"} & given.keys():
+        return False
+    pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
+    missing = [name for name in RANK_VARIABLES if name not in given]
+    numbers = [given.get(name, "0") for name in RANK_VARIABLES if name != "MASTER_ADDR"]
+    hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
+    if missing:
+        raise UserError(f"{pairs} without {' '.join(missing)}: {hint}")
+    if not all(re.fullmatch(r"\d{1,9}", number) for number in numbers):
+        raise UserError(f"{pairs}: must be whole numbers from 0; {hint}")
+    rank, world_size, local_rank, port = map(int, numbers)
+    if rank >= world_size or local_rank >= world_size or not 0 < port < 65536:
+        raise UserError(f"{pairs}: must have ranks below WORLD_SIZE and a port; {hint}")
+    if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        # Left over from another job, they name ranks that never come, and the wait is half an hour.
+        write_stream(sys.stderr, f"{pairs}: waiting for the other ranks; {hint}\n")
+    return True
+
+
 def start_runtime(device):
     """Join the process group that torchrun describes (NCCL or gloo), or be a single process."""
+    is_group = process_group()
     use_cuda = device != "cpu" and torch.cuda.is_available()
     if not use_cuda and (device == "cuda" or (device == "auto" and hidden_gpus())):
         raise UserError(
@@ -448,6 +549,11 @@ def start_runtime(device):
     place = torch.device("cpu")
     if use_cuda:
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if place.index >= torch.cuda.device_count():
+            raise UserError(
+                f"LOCAL_RANK={place.index}: PyTorch sees {torch.cuda.device_count()} GPUs; must be "
+                "below that (torchrun --nproc_per_node), or unset"
+            )
         torch.cuda.set_device(place)
         # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
         # gradients are NaN (pytorch issue 196678).
@@ -455,10 +561,15 @@ def start_runtime(device):
     else:
         # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
         torch.set_flush_denormal(True)
-    if "RANK" not in os.environ:
+    if not is_group:
         return Runtime(0, 1, place, False)
     backend = "nccl" if use_cuda else "gloo"
-    dist.init_process_group(backend, device_id=place if use_cuda else None)
+    try:
+        dist.init_process_group(backend, device_id=place if use_cuda else None)
+    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
+        address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{address}: the ranks do not meet there: {reason}") from None
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
@@ -507,7 +618,7 @@ def exit_code(main):
 
     If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C.
     """
-    rank = int(os.environ.get("RANK", 0))
+    rank = os.environ.get("RANK", "0")
     open_streams()
     try:
         return run_main(main)
@@ -515,7 +626,7 @@ def exit_code(main):
         write_stream(sys.stdout, "")
         return 141  # 128 and SIGPIPE
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
-        if rank:
+        if rank != "0":
             time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
         message, *_ = str(error).split("\n")
         write_stream(sys.stdout, "")

@@ -8,11 +8,13 @@ import math
 import os
 import re
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+import train_gpt as T
 from conftest import ROOT, asked, environment, load_script, start
 
 NAMES = sorted(path.stem for path in ROOT.glob("configs/*.env"))
@@ -168,6 +170,21 @@ def test_run_sh_picks_by_gpus_unless_config_is_given(gpus, given, config):
 SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
 
 
+def config_lines(config):
+    """Return what run.sh's read_config makes of a config file."""
+    given = T.read_config(ROOT / config)
+    return "\n".join(map("=".join, given.items()))
+
+
+def test_run_sh_reads_a_config_as_the_scripts_do(tmp_path):
+    path = tmp_path / "my own.env"
+    path.write_text("export OUT_DIR='my runs # 2'  # quoted\r\n# DATA_PATH=x\nCOMPILE = 0\n")
+    code = run_sh(r"^read_config\(\) \{.*?^\}\n", SETTING)
+    code += "read_config; for name in OUT_DIR DATA_PATH COMPILE; do setting $name; echo; done"
+    given = {"RUN": sys.executable, "CONFIG": str(path)}
+    assert bash(code, **given) == "my runs # 2\n\n\n0\n\n"
+
+
 @pytest.mark.parametrize(
     ("config", "gpus", "given", "shards"),
     [
@@ -180,7 +197,7 @@ SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
 )
 def test_run_sh_downloads_as_many_tokens_as_the_run_reads(config, gpus, given, shards):
     code = run_sh(SETTING, PLANNED) + f"planned_shards {gpus}"
-    assert bash(code, CONFIG=config, **given) == str(shards)
+    assert bash(code, CONFIG_LINES=config_lines(config), **given) == str(shards)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +217,7 @@ def test_run_sh_finds_out_which_data_to_make(tmp_path, config, gpus, given, data
     (shards / "manifest.json").touch()
     code = run_sh(SETTING, r'^  path="\$\(setting DATA_PATH\)"\n  \[.*?^  fi\n')
     code = f'DATA="${{DATA-}}" data="" gpus={gpus}\n{code}echo "$data"'
-    assert bash(code, tmp_path, CONFIG=str(ROOT / config), **given) == f"{data}\n"
+    assert bash(code, tmp_path, CONFIG_LINES=config_lines(config), **given) == f"{data}\n"
 
 
 # ---------------------------------------------------------------------------------------- tiny runs

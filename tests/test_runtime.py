@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import ROOT
+from conftest import ROOT, refusal
 
 
 @pytest.fixture
@@ -51,6 +52,7 @@ def test_a_visible_gpu_is_taken_unless_the_cpu_is_asked_for(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert T.start_runtime("cpu").device == torch.device("cpu") and chosen == []
@@ -58,6 +60,10 @@ def test_a_visible_gpu_is_taken_unless_the_cpu_is_asked_for(monkeypatch):
         T.start_runtime("auto").device == T.start_runtime("cuda").device == torch.device("cuda", 1)
     )
     assert chosen == [torch.device("cuda", 1)] * 2
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    refusal(
+        T.UserError, "^LOCAL_RANK=2: PyTorch sees 2 GPUs; must be below", T.start_runtime, "cuda"
+    )
 
 
 def test_on_cuda_attention_is_not_left_to_cudnn(monkeypatch):
@@ -65,12 +71,63 @@ def test_on_cuda_attention_is_not_left_to_cudnn(monkeypatch):
     switches = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switches.append)
     monkeypatch.delenv("RANK", raising=False)
     T.start_runtime("cpu")
     assert switches == []
     T.start_runtime("cuda")
     assert switches == [False]
+
+
+HINT = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process$"
+GROUP = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29599",
+}
+LEFT_OVER = [
+    ({"RANK": "0"}, f"^RANK='0' without WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT: {HINT}"),
+    ({"WORLD_SIZE": "8"}, "^WORLD_SIZE='8' without RANK LOCAL_RANK"),
+    ({"LOCAL_RANK": "x"}, "^LOCAL_RANK='x': must be a whole number from 0, or unset$"),
+    ({**GROUP, "RANK": "x"}, f"^RANK='x' .*: must be whole numbers from 0; {HINT}"),
+    ({**GROUP, "RANK": ""}, f"^RANK='' .*: must be whole numbers from 0; {HINT}"),
+    ({**GROUP, "WORLD_SIZE": "-1"}, "must be whole numbers from 0"),
+    ({**GROUP, "WORLD_SIZE": "9" * 30}, "must be whole numbers from 0"),
+    ({**GROUP, "WORLD_SIZE": "0"}, f"must have ranks below WORLD_SIZE and a port; {HINT}"),
+    ({**GROUP, "RANK": "3"}, "must have ranks below WORLD_SIZE and a port"),
+    ({**GROUP, "MASTER_PORT": "99999"}, "must have ranks below WORLD_SIZE and a port"),
+    ({**GROUP, "MASTER_PORT": "0"}, "must have ranks below WORLD_SIZE and a port"),
+]
+
+
+@pytest.mark.parametrize(("left", "message"), LEFT_OVER)
+def test_variables_left_over_from_torchrun_are_one_line(monkeypatch, capsys, left, message):
+    for name in T.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    refusal(T.UserError, message, T.start_runtime, "cpu")
+    assert T.exit_code(lambda: T.start_runtime("cpu") and 0) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_port_in_use_is_one_line(monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {**GROUP, "WORLD_SIZE": "2", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        message = f"^MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: the ranks do not meet there: "
+        refusal(T.UserError, message, T.start_runtime, "cpu")
+    # Whoever left the variables behind sees for what the process would have waited.
+    assert (
+        f"WORLD_SIZE='2' LOCAL_RANK='0' MASTER_ADDR='127.0.0.1' MASTER_PORT='{port}': waiting"
+        in (capsys.readouterr().err)
+    )
 
 
 def test_the_machine_is_described(monkeypatch, tmp_path):

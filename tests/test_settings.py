@@ -4,6 +4,7 @@ taken, what refused.
 
 import math
 import re
+import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import get_args
@@ -231,11 +232,95 @@ NONE = "no setting of this script"
         ("iterations=5\n", f"iterations='5': {NONE}"),
         ("PATH=/bin\n", f"PATH='/bin': {NONE}"),
         ("CONFIG=other.env\n", "CONFIG cannot stand in a"),
-        ("SEED=1\nITERATIONS 5\n", ".env: 'ITERATIONS 5' is not NAME=value"),
+        ("SEED=1\nITERATIONS 5\n", ".env, line 2: 'ITERATIONS 5' is not NAME=value"),
     ],
 )
 def test_wrong_lines_of_a_config_are_refused(tmp_path, text, said):
     assert said in refused(T, {"CONFIG": config(tmp_path, text)})
+
+
+@scripts
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ('OUT_DIR="Issue #12: fix # signs"  # a comment', "Issue #12: fix # signs"),
+        ("OUT_DIR='a # b'", "a # b"),
+        ("OUT_DIR=it's", "it's"),
+        ("OUT_DIR=the dogs'", "the dogs'"),
+        ('OUT_DIR=say "hi"', 'say "hi"'),
+        ('OUT_DIR="it\'s"', "it's"),
+        ("OUT_DIR='a'\"b c\"", "ab c"),
+        ('OUT_DIR="a \\"b\\" \\\\ c"', 'a "b" \\ c'),
+        ("OUT_DIR=a#b # c", "a#b"),
+        ("OUT_DIR=#b", "#b"),
+        ("OUT_DIR=  # empty", ""),
+        ("OUT_DIR=", ""),
+        ("OUT_DIR=''", ""),
+        ('OUT_DIR="  spaces  "', "  spaces  "),
+        ("export OUT_DIR=a", "a"),
+        ("  OUT_DIR =  a b\t", "a b"),
+        ("OUT_DIR=a=b", "a=b"),
+        ("OUT_DIR=a\u2028b\x0cc", "a\u2028b\x0cc"),
+        ("\ufeffOUT_DIR=größer", "größer"),
+        ("# OUT_DIR=b\r\n\r\nOUT_DIR=a\r\n", "a"),
+        ("# OUT_DIR=b\r\rOUT_DIR=a\r", "a"),
+        ("OUT_DIR=~/x", "HOME/x"),
+        ('OUT_DIR="~/x y"', "HOME/x y"),
+        ("OUT_DIR=~", "HOME"),
+        ("OUT_DIR=a~/x", "a~/x"),
+    ],
+)
+def test_a_config_is_read_as_a_shell_reads_it(tmp_path, monkeypatch, module, line, value):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "some.env"
+    path.write_bytes(line.encode() + b"\n")
+    assert module.read_config(path) == {"OUT_DIR": value.replace("HOME", str(tmp_path))}
+
+
+def test_homes_are_found_in_paths_wherever_they_are_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/h")
+    path = config(tmp_path, "DATA_PATH=~/a:0.7,~/b:0.3\nRUN_ID=~x\n")
+    assert load({"CONFIG": path}).data_path == "/h/a:0.7,/h/b:0.3"
+    assert load({"CONFIG": path}).run_id == "~x"
+    assert load({"OUT_DIR": "~/x"}).out_dir == "/h/x"
+    assert T.load_settings(T.Settings, {}, ["--out_dir=~/y"]).out_dir == "/h/y"
+    assert S.load_settings(S.Settings, {"PROMPT": "~/x is home"}).prompt == "~/x is home"
+    places = ("CONFIG", "ARTIFACT", "SCORE_PATH", "TRAIN_FILES", "INIT_FROM", "REWARD", "TEACHER")
+    assert set(places) <= set(T.PATH_SETTINGS)
+    known = {field.name.upper() for module in SCRIPTS for field in fields(module.Settings)}
+    assert set(T.PATH_SETTINGS) <= known
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"RUN_ID=caf\xe9\n", "must be text in UTF-8; 'utf-8' codec can't decode byte 0xe9"),
+        ("SEED=5\n".encode("utf-16"), "must be text in UTF-8"),
+        (b"SEED=5\nRUN_ID='a b\n", """line 2: "RUN_ID='a b": No closing quotation"""),
+        (b'RUN_ID="a" b\n', "text stands behind the closing quotation"),
+        (b"SEED=5\nexport SEED=6\n", "line 2: SEED stands in the file twice"),
+        (b"SEED\n", "line 1: 'SEED' is not NAME=value"),
+        (b"SEED # =5\n", "line 1: 'SEED # =5' is not NAME=value"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path, content, said):
+    path = tmp_path / "some.env"
+    path.write_bytes(content)
+    assert said in refused(T, {"CONFIG": str(path)})
+    assert refused(T, {}, ["SEED=1", "--seed=2"]) == "'--seed=2': the command line has SEED twice"
+
+
+@scripts
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_is_printed_whatever_the_environment_is(module, word, monkeypatch, capsys):
+    for name, value in {"RANK": "x", "ITERATIONS": "ten", "CONFIG": "none", "SED": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", word])
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(module.exit_code(module.main))
+    assert not caught.value.code
+    shown = capsys.readouterr()
+    assert module.__doc__.strip() in shown.out and shown.err == ""
 
 
 # Near misses, and names of nanoGPT, modded-nanogpt, Parameter Golf and TRL, with the setting meant.
@@ -278,8 +363,9 @@ def test_a_run_of_another_script_is_not_taken_up():
     def stored(given):
         return {"run_id": "", "kd_alpha": 0.5}
 
-    with pytest.raises(T.UserError, match="^RESUME or REPLAY: must name a run of this script"):
-        T.load_settings(T.Settings, {}, stored=stored)
+    for name in ("RESUME", "REPLAY"):
+        message = f"^{name}='x': must name a run of this script, in this version$"
+        refusal(T.UserError, message, T.load_settings, T.Settings, {name: "x"}, stored=stored)
     assert F.load_settings(F.Settings, {}, stored=stored).kd_alpha == 0.5
 
 
