@@ -23,6 +23,7 @@ import faulthandler
 import functools
 import gc
 import hashlib
+import importlib.util
 import inspect
 import io
 import json
@@ -37,6 +38,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import unicodedata
 from collections.abc import Callable
@@ -1004,47 +1006,161 @@ def begin_ids(tokenizer):
     return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
 
 
-@functools.cache
-def compile_template(source):
-    """Return the function that renders a chat template, by jinja2, as transformers does.
+def template_environment():
+    """Return the environment of jinja2 in which transformers renders chat templates."""
+    import datetime
+    import json
 
-    A template that asks for the date does not get it: texts are the same on every day. Raises
-    UserError, as the function does.
-    """
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise UserError("the model's chat template needs jinja2: pip install jinja2") from None
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} … {% endgeneration %}, which writes what is between."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            call = self.call_method("write")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def write(self, caller):
+            return caller()
 
     def refuse(message):
-        raise UserError(f"chat template: {message}")
+        raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    try:
-        template = environment.from_string(source)
-    except TemplateError as error:
-        refuse(error)
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
 
-    def render(**values):
+
+def render_templates(environment):
+    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
+
+    It is called in a process of its own, see TemplateProcess. Without values the template is only
+    compiled. A reply is {"text"} or {"fault"}.
+    """
+    import json
+    import resource
+    import sys
+
+    import jinja2
+
+    def render(source, values):
+        template = templates.get(source) or environment.from_string(source)
+        templates[source] = template
+        parts = []
+        room = 1 << 24  # letters
+        for part in [] if values is None else template.generate(**values):
+            parts.append(part)
+            room -= len(part)
+            if room < 0:
+                raise jinja2.TemplateError("writes more than 16 million letters")
+        return "".join(parts)
+
+    templates = {}
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, resource.RLIM_INFINITY))
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        # Beyond this many seconds of a CPU the system ends the process.
+        seconds = int(used.ru_utime + used.ru_stime) + 4
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
         try:
-            return template.render(**values)
-        except TemplateError as error:
-            refuse(error)
+            reply = {"text": render(*json.loads(line))}
+        except jinja2.TemplateError as error:
+            reply = {"fault": str(error)}
+        except Exception as error:  # whatever a template does is the template's fault
+            reply = {"fault": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)
 
-    return render
+
+class TemplateProcess:
+    """Renders chat templates in a process of its own.
+
+    A template is a program that comes with a model. It may loop for ever or ask for any amount of
+    memory, in one operation of C too, and then only its process can be ended.
+    """
+
+    def __init__(self):
+        # The source is read once: the script may be edited while it runs.
+        functions = (template_environment, render_templates)
+        self.code = "\n".join(map(inspect.getsource, functions))
+        self.code += "render_templates(template_environment())\n"
+        self.lock = threading.Lock()
+        self.owner = 0
+        self.process = None
+        self.endings = 0
+
+    def ask(self, source, values):
+        """Return the text of a template. Raises UserError."""
+        with self.lock:
+            if self.endings > 2:  # each took seconds, and there may be thousands of rows
+                raise UserError("chat template: took too much time or memory too often")
+            reply = self.exchange(json.dumps([source, values]))
+        if "fault" in reply:
+            fault, *_ = reply["fault"].split("\n")
+            raise UserError(f"chat template: {fault:.300}")
+        return reply["text"]
+
+    def exchange(self, line):
+        """Return the reply to a request, from a process of this process's own (it may have forked)."""
+        if self.owner != os.getpid():
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", self.code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )
+            self.owner = os.getpid()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if answer:
+            return json.loads(answer)
+        self.owner = 0
+        self.endings += 1
+        code = self.process.wait()
+        reason = f"ended its process (exit code {code})"
+        if code == -signal.SIGXCPU:
+            reason = "took more than 3 seconds"
+        return {"fault": reason}
+
+
+@functools.cache
+def template_process():
+    """Return the TemplateProcess. Raises UserError if jinja2 is not installed."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise UserError("the model's chat template needs jinja2: pip install jinja2")
+    return TemplateProcess()
+
+
+def compile_template(source):
+    """Raise UserError for a chat template that is not one of jinja2."""
+    template_process().ask(source, None)
 
 
 def chat_text(tokenizer, turns, ask):
-    """Return the text of turns by the chat template of an imported model.
+    """Return the text of turns by the chat template of an imported model, as transformers has it.
 
     A turn is (role token, text), and maybe the fields of a message that say more than this text; the
     template gets these in place of the text. The content of a message of the role `tools` is a list
-    of tools. ask: whether the text ends where an answer of the assistant begins.
+    of tools. ask: whether the text ends where an answer of the assistant begins. Raises UserError.
     """
     messages = [
         {"role": role.strip("<|>"), "content": text} | dict(*fields)
@@ -1057,7 +1173,12 @@ def chat_text(tokenizer, turns, ask):
         "tools": sum(tools, []) or None,
         "documents": None,
     }
-    return compile_template(tokenizer.facts["template"])(**values, **tokenizer.facts["names"])
+    facts = tokenizer.facts
+    source = facts.get("tool_template", facts["template"]) if tools else facts["template"]
+    text = template_process().ask(source, values | facts["names"])
+    if not text.strip():
+        raise UserError("chat template: writes nothing for this conversation")
+    return text
 
 
 # === end: template ===
