@@ -639,11 +639,12 @@ def list_checkpoints(run):
 def checkpoint_fault(folder):
     """Return what is wrong with a checkpoint, or "" if it is whole.
 
-    Its SHA256SUMS names meta.json, model.pt, in a run's folder step_<step> training.pt, and every
-    other .pt file that is there, each once, and all of them match.
+    Its SHA256SUMS names meta.json, model.pt, in a run's folder step_<step> training.pt (not in the
+    step 0 of an imported model), and every other .pt file that is there, each once, and all of them
+    match.
     """
     needed = {"meta.json", "model.pt", *(path.name for path in folder.glob("*.pt"))}
-    if folder.name.startswith("step_"):
+    if folder.name.startswith("step_") and folder.name != "step_000000":
         needed.add("training.pt")
     try:
         # Only a file that was cut short does not end in a newline.

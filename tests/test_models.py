@@ -289,7 +289,7 @@ def save_trained(run, network, out):
     out.mkdir()
     for path in run.glob("*.tiktoken"):
         (out / path.name).write_bytes(path.read_bytes())
-    Q.write_model(out / "step_000009", trained, run / "step_000000")
+    Q.write_model(out / "step_000000", trained, run / "step_000000")
 
 
 @pytest.mark.parametrize("spare", [38, 0])
