@@ -1,11 +1,14 @@
 """The data section: byte accounting, shards, manifest checks, the token stream."""
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
 import math
+import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -675,3 +678,116 @@ def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path):
         refuses(message, parts)
     assert len(opened(f"{a}:1,{c}:1").val) == sum(len(text) + 1 for text in val) + 6
     assert len(opened(b).val) == 5  # one part alone: its own manifest counts
+
+
+# Values that a manifest may hold where something else is expected.
+STRANGE = [None, True, -1, 0, 1.5, 10**30, "", "x", "../x", "a/b", "a\0b", "\ud800", [], {}, [1]]
+
+
+def mutate(value, rng):
+    """Return a JSON value with one random change: a value replaced, removed, added or repeated."""
+    if isinstance(value, (dict, list)) and value and rng.random() < 0.85:
+        changed = value.copy()
+        key = rng.choice(list(changed) if isinstance(value, dict) else range(len(changed)))
+        if rng.random() < 0.2:
+            del changed[key]
+        else:
+            changed[key] = mutate(changed[key], rng)
+        return changed
+    return rng.choice(STRANGE)
+
+
+def fuzz_manifests(folder, tokenizer_file, count):
+    """Open a folder with mutated manifests: each is taken or refused in one line."""
+    part = make_part(folder / "p", ["the train text"] * 9, ["the val text"] * 3, tokenizer_file)
+    stored = json.loads((part / "manifest.json").read_text())
+    stored["tokenizer"] |= {"bos_id": 1, "vocab_size": 264}
+    stored["val"]["source_bytes"] = 36
+    stored["yardsticks"] = {"xz_bpb": 2.5}
+    rng = random.Random(0)
+    refused = Counter()
+    for _ in range(count):
+        change_manifest(part, mutate(stored, rng))
+        try:
+            found = opened(part, ema=False, swa=False)
+            assert found.val.tolist() == tokens_of(part, "val")
+            assert 0 < found.byte_share() <= 1 and found.tokenizer.bos_id == 1
+            data.log_tokens(found, data.Settings(), refused.__contains__)
+            refused["taken"] += 1
+        except data.UserError as error:
+            line = str(error)
+            assert "\n" not in line and len(line) < 500, line
+            refused["refused"] += 1
+    assert refused["refused"] > 0.8 * count and refused["taken"] > 0
+    # Bytes of the file changed at random.
+    text = json.dumps(stored).encode()
+    for _ in range(count // 4):
+        spoilt = bytearray(text)
+        for _ in range(rng.randint(1, 3)):
+            spoilt[rng.randrange(len(spoilt))] = rng.randrange(256)
+        (part / "manifest.json").write_bytes(spoilt[: rng.choice([None, len(spoilt) // 2])])
+        with contextlib.suppress(data.UserError):
+            opened(part, ema=False, swa=False)
+
+
+def test_mutated_manifests_are_one_line(tmp_path):
+    fuzz_manifests(tmp_path, "bytes", 60)
+
+
+@pytest.mark.full
+def test_many_mutated_manifests_are_one_line(tmp_path, prefix_model):
+    fuzz_manifests(tmp_path, "bytes", 400)
+    (tmp_path / "s").mkdir()
+    fuzz_manifests(tmp_path / "s", prefix_model, 400)
+
+
+MANIFEST_FAULTS = [
+    ({"train": None}, "train must be an object"),
+    ({"train": {}}, "train.shards is missing"),
+    ({"train": {"shards": []}}, "train.shards must be a list, not empty"),
+    ({"val": {"shards": [7]}}, r"val.shards\[0\] must be an object"),
+    ({"overlap_documents": -1}, "overlap_documents is -1, must be a whole number from 0"),
+    ({"overlap_documents": True}, "overlap_documents is true, must be a whole number from 0"),
+    ({"published": "no"}, 'published is "no", must be true or false'),
+    ({"name": ["x" * 900]}, r'name is \["x+, must be a string'),
+    ({"yardsticks": {"xz_bpb": "2"}}, "yardsticks must be an object of numbers"),
+    ({"tokenizer": {"file": "bytes", "sha256": "0", "vocab_size": 10**12}}, "vocab_size is 10"),
+    (
+        {"tokenizer": {"file": "bytes", "sha256": "0", "bos_id": "1"}},
+        "bos_id is '1', must be an id",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MANIFEST_FAULTS)
+def test_what_is_wrong_with_a_manifest_is_named(tmp_path, changes, message):
+    part = make_part(tmp_path / "p", ["the train text"] * 9, ["the val text"])
+    change_manifest(part, data.load_manifest(part) | changes)
+    refuses(f"^{part}/manifest.json: (tokenizer.)?{message}", part)
+
+
+def test_shards_of_wrong_headers_are_one_line(tmp_path):
+    part = make_part(tmp_path / "p", ["the train text"] * 9, ["the val text"])
+    path = part / "x_train_000000.bin"
+    raw = path.read_bytes()
+    header = np.frombuffer(raw[:1024], "<i4")
+    for changes in ({0: 1}, {1: 7}, {2: -1}, {2: 0}, {2: 2**31 - 1}, {0: 20240801, 1: 7}):
+        wrong = header.copy()
+        for place, value in changes.items():
+            wrong[place] = value
+        path.write_bytes(wrong.tobytes() + raw[1024:])
+        refuses(f"^shard {path}: truncated or damaged, or no shard of llm.c's formats$", part)
+    for content in (b"", raw[:4], raw[:1024], raw[:-1], raw + b"\0"):
+        path.write_bytes(content)
+        refuses(f"^shard {path}: truncated or damaged", part)
+    empty = header.copy()
+    empty[2] = 0
+    path.write_bytes(empty.tobytes())
+    refuses(f"^shard {path}: has no token$", part)
+    path.write_bytes(raw[:-2] + b"\xff\xff")
+    stream = opened(part, ema=False, swa=False).streams[0]
+    message = f"^shard {path}: has ids beyond the tokenizer's$"
+    refusal(data.UserError, message, stream.read, len(stream) - 2, 2)
+    path.unlink()
+    path.mkdir()
+    refuses(f"^shard {path}: no such file$", part)
