@@ -14,6 +14,7 @@ Every setting below is an environment variable or an argument, NAME=value. Secti
 `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
+import asyncio
 import base64
 import collections
 import contextlib
@@ -28,8 +29,8 @@ import json
 import math
 import os
 import re
+import reprlib
 import resource
-import runpy
 import shlex
 import signal
 import statistics
@@ -38,6 +39,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import unicodedata
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -101,7 +103,7 @@ class Settings:
     score_judge: str = ""  # a reward model that decides win; empty: REWARD
     score_file: str = ""  # file to write the scores to, as JSON; empty: none
     held_out: bool = False  # of SCORE_PATH, only the prompts that training holds out, by a hash
-    reward: str = "exact"  # of an answer: exact, or file.py:function, see load_reward
+    reward: str = "exact"  # of an answer: exact, or file.py:function, see load_rewards
     eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
     eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     eval_stride: int = 0  # stride of the sliding-window score; 0: leave that score out
@@ -2991,32 +2993,271 @@ def prompt_key(turns):
 
 
 # === shared: rewards ===
+SLOW_SECONDS = 1.0  # a call of a reward function that takes longer is named in the log
+USER_FOLDERS = []  # of the files that import_file has imported; sys.path begins with them
+
+
+class RewardFault(UserError):
+    """A fault of a user's file; `traceback` has the frames of the user's code."""
+
+    def __init__(self, message, traceback=""):
+        super().__init__(message)
+        self.traceback = traceback
+
+
+@dataclass
+class Reward:
+    """A reward function with TRL's signature: its name in the log, and its weight in the total."""
+
+    name: str
+    function: Callable = None
+    weight: float = 1.0
+    seconds: float = 0.0  # of its slowest call that was logged
+
+
 def exact_match(prompts, completions, answer):
     """Return 1.0 for each completion that is the answer, else 0.0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(text.strip() == right.strip()) for text, right in pairs]
+    marks = []
+    for text, right in zip(completions, answer, strict=True):
+        if isinstance(text, list):  # of a prompt in messages
+            text = text[0]["content"]
+        marks.append(float(text.strip() == right.strip()))
+    return marks
 
 
-def from_file(spec):
-    """Return what path.py:name names, or None."""
-    path, _, name = spec.rpartition(":")
-    if path.endswith(".py") and Path(path).is_file():
-        return runpy.run_path(path).get(name)
-    return None
+def file_fault(prefix, error):
+    """Return the RewardFault of an exception that a user's code raised."""
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_globals is globals():
+        frames = frames.tb_next
+    name, *_ = traceback.format_exception_only(error)[-1].strip().split("\n")
+    place = ""
+    if frames:
+        path, line, *_ = traceback.extract_tb(frames)[-1]
+        place = f" ({path}, line {line})"
+    # The last frames and characters: recursion has 1000 frames, and a message may be of any length.
+    lines = traceback.format_exception(type(error), error, frames, limit=-20)
+    text = "".join(f"{line.rstrip():.2000}\n" for line in lines)
+    return RewardFault(f"{prefix} raised {name:.300}{place}", text[-10000:])
 
 
-def load_reward(spec):
-    """Return the reward function that REWARD names: exact_match, or path.py:function.
+def is_interrupt(error):
+    """Return whether an exception is the Ctrl-C of a user, which nothing may catch.
 
-    It is called with lists as function(prompts=, completions=, answer=), as TRL calls it, and
-    returns a number for each completion. Raises UserError.
+    Once a StopSignal handles Ctrl-C, a KeyboardInterrupt is one that code itself has raised.
     """
-    if spec == "exact":
-        return exact_match
-    function = from_file(spec)
-    if not callable(function):
-        raise UserError(f"REWARD={spec!r}: must be exact, or path.py:function with such a function")
-    return function
+    handler = signal.getsignal(signal.SIGINT)
+    return isinstance(error, KeyboardInterrupt) and handler is signal.default_int_handler
+
+
+@contextlib.contextmanager
+def first_on_path(folder):
+    """A block in which `import` finds the files of a folder before all others, as it does for the
+    file that Python runs. Afterwards the folder stands behind those of earlier blocks.
+    """
+    folder = str(folder)
+    others = {}  # modules that have a name of a file in this folder
+    for path in Path(folder).glob("*"):
+        module = sys.modules.get(path.stem)
+        file = getattr(module, "__file__", None) or ""
+        if path.suffix == ".py" and file and Path(file).resolve() != path:
+            others[path.stem] = sys.modules.pop(path.stem)
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.modules.update(others)
+        sys.path.remove(folder)
+        if folder not in USER_FOLDERS:
+            sys.path.insert(len(USER_FOLDERS), folder)
+            USER_FOLDERS.append(folder)
+
+
+def import_file(path):
+    """Return the module that a Python file is, as `import` makes it: with the files beside it, and
+    with a name by which processes of a pool find its functions.
+
+    If another module has the file's name, this one is folder.name. Raises ImportError.
+    """
+    path = Path(path).resolve()
+    name = path.stem
+    if name in sys.modules:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").resolve() == path:
+            return sys.modules[name]
+        name = f"{path.parent.name}.{name}"
+        if str(path.parent.parent) not in sys.path:
+            sys.path.append(str(path.parent.parent))
+    with first_on_path(path.parent):
+        module = importlib.import_module(name)
+    if Path(module.__file__).resolve() != path:
+        raise ImportError(f"{module.__file__} has the name {name}, too; rename {path}")
+    return module
+
+
+def from_file(setting, spec, kind):
+    """Return what path.py:name names. Raises UserError; `kind` says what it must be."""
+    path, _, name = spec.rpartition(":")
+    must = f"must be {kind}"
+    if not (path.endswith(".py") and name):
+        raise UserError(f"{setting}={spec!r}: {must}")
+    if not Path(path).is_file():
+        raise UserError(f"{setting}={spec!r}: {must}; there is no file {path!r}")
+    try:
+        module = import_file(path)
+    except BaseException as error:  # sys.exit in a file must not end the run in silence
+        if is_interrupt(error):
+            raise
+        fault = file_fault(f"{setting}={spec!r}: {path}", error)
+        sys.stderr.write(fault.traceback)
+        raise fault from None
+    if not hasattr(module, name):
+        raise UserError(f"{setting}={spec!r}: {must}; {path} has no {name!r}")
+    return getattr(module, name)
+
+
+def load_rewards(spec):
+    """Return the Rewards that REWARD names: parts `exact` or path.py:function, each maybe with
+    :WEIGHT, between commas. Raises UserError.
+    """
+    kind = "exact, or path.py:function with such a function; FUNCTION:WEIGHT,FUNCTION:WEIGHT"
+    rewards = []
+    for part in spec.split(","):
+        name = part.strip()
+        weight = "1"
+        with_weight = re.fullmatch(r"(exact|.+\.py:[^:]+):([^:]*)", name)
+        if with_weight:
+            name, weight = with_weight.groups()
+        if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", weight):
+            raise UserError(
+                f"REWARD={spec!r}: the weight of {name} must be a number, not {weight!r}"
+            )
+        function = exact_match
+        if name != "exact":
+            function = from_file("REWARD", name, kind)
+        if not callable(function):
+            raise UserError(f"REWARD={spec!r}: must be {kind}; {name} is {function!r:.80}")
+        rewards.append(Reward(name.rpartition(":")[2], function, float(weight)))
+    return distinct_names(rewards)
+
+
+def distinct_names(rewards):
+    """Return Rewards with distinct names: of equal ones the second gets the suffix _2."""
+    counts = collections.Counter()
+    for reward in rewards:
+        counts[reward.name] += 1
+        if counts[reward.name] > 1:
+            reward.name += f"_{counts[reward.name]}"
+    return rewards
+
+
+def taken_columns(reward, columns):
+    """Return the columns that a reward function takes, by its signature. Raises RewardFault."""
+    try:
+        parameters = inspect.signature(reward.function).parameters.values()
+    except (TypeError, ValueError):  # a few functions that are written in C have no signature
+        return columns
+    taken = {}
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            # TRL's functions get the prompts under one name.
+            taken |= {name: columns[name] for name in columns if name != "prompt"}
+        elif parameter.name in columns:
+            taken[parameter.name] = columns[parameter.name]
+        elif parameter.default is parameter.empty and parameter.kind != parameter.VAR_POSITIONAL:
+            raise RewardFault(
+                f"reward {reward.name}: needs the column {parameter.name!r}; there are "
+                f"{', '.join(columns)}"
+            )
+    return taken
+
+
+def reward_values(name, returned, count):
+    """Return what a reward function returned, as `count` floats; None where it does not apply.
+
+    Raises RewardFault.
+    """
+    if isinstance(returned, Tensor):
+        returned = returned.tolist()
+    items = []
+    if hasattr(returned, "__iter__") and not isinstance(returned, (str, bytes, dict, set)):
+        items = [*itertools.islice(returned, count + 1)]  # a generator may have no end
+    values = []
+    for item in items:
+        try:
+            if isinstance(item, (str, bytes)):
+                raise TypeError
+            values.append(item if item is None else float(item))
+        except (TypeError, ValueError, OverflowError):
+            values = []
+            break
+    if len(values) != count:
+        raise RewardFault(
+            f"reward {name}: must return a list of {count} numbers (None: does not apply), not "
+            f"{reprlib.repr(returned)}"
+        )
+    return values
+
+
+def call_reward(reward, rows, texts, log, limit=SLOW_SECONDS):
+    """Return what a reward function gives completions: numbers, None where it does not apply.
+
+    rows: the columns of each completion's problem, with all columns in each. texts: the
+    completions; of a prompt in messages the function gets a list with a message, as in TRL. The log
+    names a call of more than `limit` seconds, and one of more than 10 while it goes on. Raises
+    RewardFault.
+    """
+    columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
+    for row, text in zip(rows, texts, strict=True):
+        if isinstance(row["prompt"], list):
+            text = [{"role": "assistant", "content": text}]
+        columns["completions"].append(text)
+    for name in rows[0]:
+        if name not in columns:
+            columns[name] = [row[name] for row in rows]
+    what = f"reward {reward.name}"
+    begin = time.perf_counter()
+    done = threading.Event()
+
+    def watch():
+        while not done.wait(10):
+            log(f"{what}: {time.perf_counter() - begin:.0f} s so far for {len(texts)} answers")
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        returned = reward.function(**taken_columns(reward, columns))
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
+        values = reward_values(reward.name, returned, len(texts))
+    except RewardFault:
+        raise
+    except BaseException as error:  # sys.exit in a function must not end the run in silence
+        if is_interrupt(error):
+            raise
+        raise file_fault(what, error) from None
+    finally:
+        done.set()
+        watcher.join()
+    seconds = time.perf_counter() - begin
+    if seconds > max(limit, 2 * reward.seconds):
+        reward.seconds = seconds
+        log(f"{what}: {seconds:.1f} s for {len(texts)} answers")
+    for value, row, text in zip(values, rows, texts, strict=True):
+        if value is not None and not abs(value) < 1e15:
+            raise RewardFault(
+                f"{what}: must be finite and below 1e15, or None, not {value} for the prompt "
+                f"{reprlib.repr(row['prompt'])}, completion {text!r:.80}"
+            )
+    return values
+
+
+def weigh(rewards, answers):
+    """Set each answer's `reward`, the weighted sum of its `rewards` that apply (0 if none does)."""
+    for answer in answers:
+        answer.reward = 0.0
+        for reward in rewards:
+            answer.reward += reward.weight * (answer.rewards[reward.name] or 0.0)
 
 
 # === end: rewards ===
@@ -3401,6 +3642,8 @@ class Answer:
     text: str
     tokens: int
     finished: bool  # whether the model ended it, and not MAX_NEW_TOKENS
+    reward: float = 0.0  # the weighted total
+    rewards: dict[str, float] = field(default_factory=dict)  # by function; None: does not apply
 
 
 def check_room(answering, turns, settings):
@@ -3530,15 +3773,32 @@ def score_text(models, path, settings):
     return result
 
 
-def count_right(reward, answers, count):
-    """Return how many of the `count` answers to each question have a reward of 1 or more."""
-    rewards = reward(
-        prompts=[answer.question.problem["prompt"] for answer in answers],
-        completions=[answer.text for answer in answers],
-        answer=[answer.question.problem["answer"] for answer in answers],
-    )
-    marks = [value >= 1 for value, _ in zip(rewards, answers, strict=True)]
+def count_right(rewards, answers, count, log):
+    """Fill in the rewards of answers; return how many of the `count` answers to each question have
+    a reward of 1 or more. Raises UserError."""
+    rows = [answer.question.problem for answer in answers]
+    texts = [answer.text for answer in answers]
+    try:
+        for reward in rewards:
+            values = call_reward(reward, rows, texts, log)
+            for answer, value in zip(answers, values, strict=True):
+                answer.rewards[reward.name] = value
+    except RewardFault as fault:
+        sys.stderr.write(fault.traceback)
+        raise
+    weigh(rewards, answers)
+    marks = [answer.reward >= 1 for answer in answers]
     return [marks[start : start + count].count(True) for start in range(0, len(marks), count)]
+
+
+def reward_scores(rewards, answers):
+    """Return the mean of each reward over the answers to which it applies."""
+    scores = {}
+    for reward in rewards:
+        values = [one.rewards[reward.name] for one in answers]
+        values = [value for value in values if value is not None]
+        scores[f"rewards/{reward.name}"] = statistics.fmean(values) if values else None
+    return scores
 
 
 def score_task(models, path, settings):
@@ -3549,12 +3809,14 @@ def score_task(models, path, settings):
     """
     n = settings.eval_samples
     questions = read_questions([models.scored], path, settings, models.log)
-    reward = load_reward(settings.reward)
+    rewards = load_rewards(settings.reward)
     greedy = answer_questions(models.scored, questions, replace(settings, temperature=0.0), 1)
-    result = {"greedy": interval(count_right(reward, greedy, 1))}
-    counts = count_right(reward, answer_questions(models.scored, questions, settings, n), n)
+    result = {"greedy": interval(count_right(rewards, greedy, 1, models.log))}
+    answers = answer_questions(models.scored, questions, settings, n)
+    counts = count_right(rewards, answers, n, models.log)
     for k in sorted({n, *(1 << power for power in range(n.bit_length()))}):
         result[f"pass{k}"] = interval([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts])
+    result |= reward_scores(rewards, answers)
     return {**result, "n": len(questions), "samples": n}
 
 
@@ -3619,7 +3881,7 @@ def score_win(models, path, settings):
     """
     both = [models.scored, models.other]
     questions = read_questions(both, path, settings, models.log)
-    reward = load_reward(settings.reward)
+    functions = load_rewards(settings.reward)
     texts = []
     marks = []
     for model in both:
@@ -3629,7 +3891,7 @@ def score_win(models, path, settings):
             talks = [[*one.question.turns, ("<|assistant|>", one.text)] for one in answers]
             marks.append(rewards(models.judge, talks))
         else:
-            marks.append(count_right(reward, answers, 1))
+            marks.append(count_right(functions, answers, 1, models.log))
     leads = []
     for text, other_text, mark, other_mark in zip(*texts, *marks, strict=True):
         # Equal answers tie, though the last digits of their rewards may differ between batches.

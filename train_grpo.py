@@ -17,6 +17,7 @@ log.txt, checkpoints, model.upar (the artifact, read back and scored at the end)
 Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
+import asyncio
 import base64
 import collections
 import contextlib
@@ -35,8 +36,8 @@ import os
 import pickle
 import random
 import re
+import reprlib
 import resource
-import runpy
 import shlex
 import shutil
 import signal
@@ -45,6 +46,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import unicodedata
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -95,7 +97,7 @@ class Settings:
     # problems
     train_files: str = "data/sort.jsonl"  # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
     val_files: str = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
-    reward: str = "exact"  # of an answer: exact, or file.py:function, see load_reward
+    reward: str = "exact"  # of an answer: exact, or file.py:function, see load_rewards
     eval_prompts: int = bounded(512, 2)  # prompts that score the model, at most
     # conversations in place of problems, see Episode
     environment: str = ""  # file.py:Class of what answers the policy; empty: problems
@@ -4193,32 +4195,271 @@ def prompt_key(turns):
 
 
 # === shared: rewards ===
+SLOW_SECONDS = 1.0  # a call of a reward function that takes longer is named in the log
+USER_FOLDERS = []  # of the files that import_file has imported; sys.path begins with them
+
+
+class RewardFault(UserError):
+    """A fault of a user's file; `traceback` has the frames of the user's code."""
+
+    def __init__(self, message, traceback=""):
+        super().__init__(message)
+        self.traceback = traceback
+
+
+@dataclass
+class Reward:
+    """A reward function with TRL's signature: its name in the log, and its weight in the total."""
+
+    name: str
+    function: Callable = None
+    weight: float = 1.0
+    seconds: float = 0.0  # of its slowest call that was logged
+
+
 def exact_match(prompts, completions, answer):
     """Return 1.0 for each completion that is the answer, else 0.0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(text.strip() == right.strip()) for text, right in pairs]
+    marks = []
+    for text, right in zip(completions, answer, strict=True):
+        if isinstance(text, list):  # of a prompt in messages
+            text = text[0]["content"]
+        marks.append(float(text.strip() == right.strip()))
+    return marks
 
 
-def from_file(spec):
-    """Return what path.py:name names, or None."""
-    path, _, name = spec.rpartition(":")
-    if path.endswith(".py") and Path(path).is_file():
-        return runpy.run_path(path).get(name)
-    return None
+def file_fault(prefix, error):
+    """Return the RewardFault of an exception that a user's code raised."""
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_globals is globals():
+        frames = frames.tb_next
+    name, *_ = traceback.format_exception_only(error)[-1].strip().split("\n")
+    place = ""
+    if frames:
+        path, line, *_ = traceback.extract_tb(frames)[-1]
+        place = f" ({path}, line {line})"
+    # The last frames and characters: recursion has 1000 frames, and a message may be of any length.
+    lines = traceback.format_exception(type(error), error, frames, limit=-20)
+    text = "".join(f"{line.rstrip():.2000}\n" for line in lines)
+    return RewardFault(f"{prefix} raised {name:.300}{place}", text[-10000:])
 
 
-def load_reward(spec):
-    """Return the reward function that REWARD names: exact_match, or path.py:function.
+def is_interrupt(error):
+    """Return whether an exception is the Ctrl-C of a user, which nothing may catch.
 
-    It is called with lists as function(prompts=, completions=, answer=), as TRL calls it, and
-    returns a number for each completion. Raises UserError.
+    Once a StopSignal handles Ctrl-C, a KeyboardInterrupt is one that code itself has raised.
     """
-    if spec == "exact":
-        return exact_match
-    function = from_file(spec)
-    if not callable(function):
-        raise UserError(f"REWARD={spec!r}: must be exact, or path.py:function with such a function")
-    return function
+    handler = signal.getsignal(signal.SIGINT)
+    return isinstance(error, KeyboardInterrupt) and handler is signal.default_int_handler
+
+
+@contextlib.contextmanager
+def first_on_path(folder):
+    """A block in which `import` finds the files of a folder before all others, as it does for the
+    file that Python runs. Afterwards the folder stands behind those of earlier blocks.
+    """
+    folder = str(folder)
+    others = {}  # modules that have a name of a file in this folder
+    for path in Path(folder).glob("*"):
+        module = sys.modules.get(path.stem)
+        file = getattr(module, "__file__", None) or ""
+        if path.suffix == ".py" and file and Path(file).resolve() != path:
+            others[path.stem] = sys.modules.pop(path.stem)
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.modules.update(others)
+        sys.path.remove(folder)
+        if folder not in USER_FOLDERS:
+            sys.path.insert(len(USER_FOLDERS), folder)
+            USER_FOLDERS.append(folder)
+
+
+def import_file(path):
+    """Return the module that a Python file is, as `import` makes it: with the files beside it, and
+    with a name by which processes of a pool find its functions.
+
+    If another module has the file's name, this one is folder.name. Raises ImportError.
+    """
+    path = Path(path).resolve()
+    name = path.stem
+    if name in sys.modules:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").resolve() == path:
+            return sys.modules[name]
+        name = f"{path.parent.name}.{name}"
+        if str(path.parent.parent) not in sys.path:
+            sys.path.append(str(path.parent.parent))
+    with first_on_path(path.parent):
+        module = importlib.import_module(name)
+    if Path(module.__file__).resolve() != path:
+        raise ImportError(f"{module.__file__} has the name {name}, too; rename {path}")
+    return module
+
+
+def from_file(setting, spec, kind):
+    """Return what path.py:name names. Raises UserError; `kind` says what it must be."""
+    path, _, name = spec.rpartition(":")
+    must = f"must be {kind}"
+    if not (path.endswith(".py") and name):
+        raise UserError(f"{setting}={spec!r}: {must}")
+    if not Path(path).is_file():
+        raise UserError(f"{setting}={spec!r}: {must}; there is no file {path!r}")
+    try:
+        module = import_file(path)
+    except BaseException as error:  # sys.exit in a file must not end the run in silence
+        if is_interrupt(error):
+            raise
+        fault = file_fault(f"{setting}={spec!r}: {path}", error)
+        sys.stderr.write(fault.traceback)
+        raise fault from None
+    if not hasattr(module, name):
+        raise UserError(f"{setting}={spec!r}: {must}; {path} has no {name!r}")
+    return getattr(module, name)
+
+
+def load_rewards(spec):
+    """Return the Rewards that REWARD names: parts `exact` or path.py:function, each maybe with
+    :WEIGHT, between commas. Raises UserError.
+    """
+    kind = "exact, or path.py:function with such a function; FUNCTION:WEIGHT,FUNCTION:WEIGHT"
+    rewards = []
+    for part in spec.split(","):
+        name = part.strip()
+        weight = "1"
+        with_weight = re.fullmatch(r"(exact|.+\.py:[^:]+):([^:]*)", name)
+        if with_weight:
+            name, weight = with_weight.groups()
+        if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", weight):
+            raise UserError(
+                f"REWARD={spec!r}: the weight of {name} must be a number, not {weight!r}"
+            )
+        function = exact_match
+        if name != "exact":
+            function = from_file("REWARD", name, kind)
+        if not callable(function):
+            raise UserError(f"REWARD={spec!r}: must be {kind}; {name} is {function!r:.80}")
+        rewards.append(Reward(name.rpartition(":")[2], function, float(weight)))
+    return distinct_names(rewards)
+
+
+def distinct_names(rewards):
+    """Return Rewards with distinct names: of equal ones the second gets the suffix _2."""
+    counts = collections.Counter()
+    for reward in rewards:
+        counts[reward.name] += 1
+        if counts[reward.name] > 1:
+            reward.name += f"_{counts[reward.name]}"
+    return rewards
+
+
+def taken_columns(reward, columns):
+    """Return the columns that a reward function takes, by its signature. Raises RewardFault."""
+    try:
+        parameters = inspect.signature(reward.function).parameters.values()
+    except (TypeError, ValueError):  # a few functions that are written in C have no signature
+        return columns
+    taken = {}
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            # TRL's functions get the prompts under one name.
+            taken |= {name: columns[name] for name in columns if name != "prompt"}
+        elif parameter.name in columns:
+            taken[parameter.name] = columns[parameter.name]
+        elif parameter.default is parameter.empty and parameter.kind != parameter.VAR_POSITIONAL:
+            raise RewardFault(
+                f"reward {reward.name}: needs the column {parameter.name!r}; there are "
+                f"{', '.join(columns)}"
+            )
+    return taken
+
+
+def reward_values(name, returned, count):
+    """Return what a reward function returned, as `count` floats; None where it does not apply.
+
+    Raises RewardFault.
+    """
+    if isinstance(returned, Tensor):
+        returned = returned.tolist()
+    items = []
+    if hasattr(returned, "__iter__") and not isinstance(returned, (str, bytes, dict, set)):
+        items = [*itertools.islice(returned, count + 1)]  # a generator may have no end
+    values = []
+    for item in items:
+        try:
+            if isinstance(item, (str, bytes)):
+                raise TypeError
+            values.append(item if item is None else float(item))
+        except (TypeError, ValueError, OverflowError):
+            values = []
+            break
+    if len(values) != count:
+        raise RewardFault(
+            f"reward {name}: must return a list of {count} numbers (None: does not apply), not "
+            f"{reprlib.repr(returned)}"
+        )
+    return values
+
+
+def call_reward(reward, rows, texts, log, limit=SLOW_SECONDS):
+    """Return what a reward function gives completions: numbers, None where it does not apply.
+
+    rows: the columns of each completion's problem, with all columns in each. texts: the
+    completions; of a prompt in messages the function gets a list with a message, as in TRL. The log
+    names a call of more than `limit` seconds, and one of more than 10 while it goes on. Raises
+    RewardFault.
+    """
+    columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
+    for row, text in zip(rows, texts, strict=True):
+        if isinstance(row["prompt"], list):
+            text = [{"role": "assistant", "content": text}]
+        columns["completions"].append(text)
+    for name in rows[0]:
+        if name not in columns:
+            columns[name] = [row[name] for row in rows]
+    what = f"reward {reward.name}"
+    begin = time.perf_counter()
+    done = threading.Event()
+
+    def watch():
+        while not done.wait(10):
+            log(f"{what}: {time.perf_counter() - begin:.0f} s so far for {len(texts)} answers")
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        returned = reward.function(**taken_columns(reward, columns))
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
+        values = reward_values(reward.name, returned, len(texts))
+    except RewardFault:
+        raise
+    except BaseException as error:  # sys.exit in a function must not end the run in silence
+        if is_interrupt(error):
+            raise
+        raise file_fault(what, error) from None
+    finally:
+        done.set()
+        watcher.join()
+    seconds = time.perf_counter() - begin
+    if seconds > max(limit, 2 * reward.seconds):
+        reward.seconds = seconds
+        log(f"{what}: {seconds:.1f} s for {len(texts)} answers")
+    for value, row, text in zip(values, rows, texts, strict=True):
+        if value is not None and not abs(value) < 1e15:
+            raise RewardFault(
+                f"{what}: must be finite and below 1e15, or None, not {value} for the prompt "
+                f"{reprlib.repr(row['prompt'])}, completion {text!r:.80}"
+            )
+    return values
+
+
+def weigh(rewards, answers):
+    """Set each answer's `reward`, the weighted sum of its `rewards` that apply (0 if none does)."""
+    for answer in answers:
+        answer.reward = 0.0
+        for reward in rewards:
+            answer.reward += reward.weight * (answer.rewards[reward.name] or 0.0)
 
 
 # === end: rewards ===
@@ -4581,7 +4822,8 @@ class Answer(Sample):
     text: str = ""  # of a conversation all of it, what the environment says, too
     advantage: float = 0.0  # for PPO the reward, from which it estimates those of the tokens
     reward: float = 0.0  # the weighted sum of `rewards`
-    rewards: dict[str, float | None] = field(default_factory=dict)  # by the function's name
+    # by the function's name; None: it does not apply
+    rewards: dict[str, float | None] = field(default_factory=dict)
     temperature: float = 0.0  # it was drawn at; 0: the likeliest tokens
 
     def length(self):
@@ -4661,42 +4903,48 @@ def prompt_of(query):
     return prompt
 
 
-def checked_rewards(rewards, answers):
-    """Return what a reward function returned, a number for each answer, as a tensor (n,), float64."""
-    try:
-        values = torch.as_tensor(rewards, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        values = torch.zeros(())
-    if values.shape != (len(answers),):
-        raise UserError(f"reward: must be a list of {len(answers)} numbers, not {rewards!r:.200}")
-    for value, answer in zip(values.tolist(), answers, strict=True):
-        if not abs(value) < 1e15:
-            raise UserError(
-                f"reward: must be finite and below 1e15, not {value} for prompt "
-                f"{answer.query!r:.80}, completion {answer.text!r:.80}"
-            )
-    return values
-
-
-def sum_rewards(functions, answers):
-    """Return the sums (n,) of what reward functions with TRL's signature return.
-
-    Each is called as function(prompts=, completions=, NAME=...), lists with an entry for each
-    answer. The names are the other keys of the queries, if these are dicts.
-    """
+def named_rewards(functions, weights=None):
+    """Return the Rewards of functions (or one), with a weight for each. Raises UserError."""
+    functions = [functions] if callable(functions) else [*functions]
     if not functions:
         raise UserError("reward_funcs: none; must be one at least")
-    queries = [answer.query for answer in answers]
-    columns = {"prompts": [prompt_of(query) for query in queries]}
-    columns["completions"] = [answer.text for answer in answers]
-    if isinstance(queries[0], dict):
-        for name in queries[0].keys() - {"prompt"}:
-            columns[name] = [query[name] for query in queries]
-    total = sum(checked_rewards(function(**columns), answers) for function in functions)
-    for answer, reward in zip(answers, total.tolist(), strict=True):
-        answer.reward = reward
-        answer.rewards = {"reward": reward}
-    return total
+    if isinstance(functions[0], Reward):
+        return functions
+    weights = [1.0] * len(functions) if weights is None else [*weights]
+    if len(weights) != len(functions):
+        raise UserError(f"reward_weights={weights!r}: must be {len(functions)} numbers")
+    rewards = []
+    for function, weight in zip(functions, weights, strict=True):
+        name = getattr(function, "__name__", type(function).__name__)
+        rewards.append(Reward(name, function, weight))
+    return distinct_names(rewards)
+
+
+def raise_first(fault, runtime, log):
+    """Raise the RewardFault of the first rank that has one, on all ranks, after its traceback.
+
+    fault: of this rank, or None. Otherwise the other ranks would wait, and nothing could be saved.
+    """
+    if not runtime.sum(torch.tensor(float(fault is not None), device=runtime.device)):
+        return
+    faults = [fault] * runtime.world_size
+    if runtime.distributed:
+        dist.all_gather_object(faults, fault)
+    first = next(fault for fault in faults if fault)
+    if first.traceback:
+        log(first.traceback, sys.stderr)
+    raise first
+
+
+def reward_means(answers, names, runtime):
+    """Return for the log the means of rewards with these names over all ranks' answers to which
+    they apply; a name that applies to none is left out."""
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=runtime.device)
+    for place, name in enumerate(names):
+        values = [one.rewards[name] for one in answers if one.rewards[name] is not None]
+        sums[place] = sums.new_tensor([sum(values), len(values)])
+    pairs = zip(names, runtime.sum(sums).tolist(), strict=True)
+    return {f"rewards/{name}": total / count for name, (total, count) in pairs if count}
 
 
 def make_batches(answers, device, tokens):
@@ -4757,8 +5005,9 @@ class PolicyTrainer:
 
     model: a GPT. tokenizer: of load_tokenizer. train_dataset: queries for `train`: strings, or
     dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's signature, see
-    sum_rewards. ref_model: a GPT that KL_BETA keeps the policy near, in place of the policy as it
-    is now. A subclass has `rollout` and `update`. Raises UserError.
+    call_reward; reward_weights: a number for each of them, 1 if not given. ref_model: a GPT that
+    KL_BETA keeps the policy near, in place of the policy as it is now. A subclass has `rollout` and
+    `update`. Raises UserError.
     """
 
     def __init__(
@@ -4770,6 +5019,7 @@ class PolicyTrainer:
         ref_model=None,
         train_dataset=(),
         reward_funcs=(),
+        reward_weights=None,
         runtime=None,
     ):
         self.settings = settings = args or Settings()
@@ -4778,7 +5028,12 @@ class PolicyTrainer:
         self.tokenizer = tokenizer
         self.dataset = train_dataset
         self.unit = prompts_unit(settings, self.runtime.world_size)
-        self.reward_funcs = [reward_funcs] if callable(reward_funcs) else reward_funcs
+        self.reward_funcs = reward_funcs
+        self.reward_weights = reward_weights
+        self.means = {}  # rewards/NAME of the last step
+        self.columns = {"prompt": None}  # of all queries: an absent one is None
+        self.log = lambda text, stream=None: sys.stderr.write(f"{text}\n")
+        self.is_unmarked = False  # whether the log says that to an answer no function applied
         self.ref_model = None
         if settings.kl_beta:
             # The copy shares the tensors that are not trained: with LoRA it holds adapters alone.
@@ -4843,6 +5098,7 @@ class PolicyTrainer:
         """Return GROUP_SIZE Answers to each query of this rank's share of a step's queries."""
         begin = time.perf_counter()
         settings = self.settings
+        self.add_columns(queries)
         size = len(queries) // settings.mini_batches
         # Characters to read and to write; how long a conversation will be is not known.
         costs = [len(str(query)) for query in queries]
@@ -4853,13 +5109,46 @@ class PolicyTrainer:
         self.sampling_seconds = time.perf_counter() - begin
         return answers
 
-    def rewards(self, answers):
-        """Return the rewards of answers (n,), which train; held-out answers have grades."""
-        return sum_rewards(self.reward_funcs, answers)
+    def add_columns(self, queries):
+        """Take note of the columns of queries, so that a function gets all of them on each rank."""
+        for query in queries:
+            if isinstance(query, dict):
+                self.columns.update(dict.fromkeys(query))
 
-    def grades(self, answers, reward):
-        """Return a number for each answer (n,), which is right from 1 on; reward: see load_reward."""
-        return sum_rewards([reward], answers)
+    def score(self, answers, rewards):
+        """Fill in `reward` and `rewards` of answers; return the first (n,), float64.
+
+        All ranks call it together, perhaps without an answer. Raises UserError on all of them.
+        """
+        limit = min(SLOW_SECONDS, max(0.1, self.sampling_seconds))
+        rows = []
+        for answer in answers:
+            row = answer.query if isinstance(answer.query, dict) else {}
+            rows.append({**self.columns, **row, "prompt": prompt_of(answer.query)})
+        texts = [answer.text for answer in answers]
+        fault = None
+        try:
+            for reward in rewards if answers else ():
+                values = call_reward(reward, rows, texts, self.log, limit)
+                for answer, value in zip(answers, values, strict=True):
+                    answer.rewards[reward.name] = value
+        except RewardFault as error:
+            fault = error
+        raise_first(fault, self.runtime, self.log)
+        weigh(rewards, answers)
+        unmarked = [{*answer.rewards.values()} == {None} for answer in answers].count(True)
+        count = self.runtime.sum(torch.tensor(float(unmarked), device=self.runtime.device))
+        if count and not self.is_unmarked:
+            self.is_unmarked = True
+            self.log(f"reward: {count:.0f} answers got None from each function; they count 0")
+        return torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
+
+    def rewards(self, answers):
+        """Return the rewards of answers (n,), which train."""
+        rewards = named_rewards(self.reward_funcs, self.reward_weights)
+        total = self.score(answers, rewards)
+        self.means = reward_means(answers, [reward.name for reward in rewards], self.runtime)
+        return total
 
     def make_rollout(self, answers, rewards, advantages):
         """Return the Rollout of this rank's answers; rewards and advantages (answers,).
@@ -4890,7 +5179,8 @@ class PolicyTrainer:
             "gen_tok_s": count * mean[2] / seconds.max(),
             "idle": 1 - seconds.mean() / seconds.max(),
         }
-        return Rollout(mini_batches, {name: value.item() for name, value in metrics.items()})
+        metrics = {name: value.item() for name, value in metrics.items()}
+        return Rollout(mini_batches, metrics | self.means)
 
     def train_step(self, queries, reward_function=None):
         """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
@@ -4898,9 +5188,9 @@ class PolicyTrainer:
         reward_function: replaces reward_funcs; called with lists of prompts and completions alone.
         """
         if reward_function:
-            self.reward_funcs = [
-                lambda prompts, completions, **_: reward_function(prompts, completions)
-            ]
+            self.reward_weights = None
+            (reward,) = self.reward_funcs = named_rewards(reward_function)
+            reward.function = lambda prompts, completions: reward_function(prompts, completions)
         if not queries or len(queries) % self.unit:
             raise UserError(
                 f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "
@@ -4945,60 +5235,100 @@ def update_metrics(names, updates, seconds):
 class Exam(Saved):
     """The held-out problems, and the policy's scores before training.
 
-    reward: see load_reward; an answer with a reward of 1 or more is right.
+    rewards: see load_rewards; an answer with a reward of 1 or more is right.
     """
 
     STATE = ("before",)
 
-    def __init__(self, problems, reward):
+    def __init__(self, problems, rewards):
         self.problems = problems
-        self.reward = reward
+        self.rewards = rewards
         self.before = {}  # as of scores()
         self.answers = []  # of this rank's first problems at the last scoring, by problem
 
-    def marks(self, trainer, problems, count, temperature, mark=None):
-        """Return the marks of `count` answers to each problem, (n, count), float64.
-
-        mark: from answers to numbers (n,); None: whether REWARD is 1 or more. The ranks share the
-        problems out.
-        """
+    def graded(self, trainer, problems, count, temperature):
+        """Return this rank's share of `count` Answers to each problem, with their rewards."""
         runtime = trainer.runtime
-        marks = torch.zeros(len(problems), count, dtype=torch.float64, device=runtime.device)
         share = slice(runtime.rank, None, runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
         answers = trainer.sample(problems[share], count, temperature, seeds[share])
-        values = mark(answers) if mark else trainer.grades(answers, self.reward) >= 1
+        trainer.score(answers, self.rewards)
         groups = [answers[start : start + count] for start in range(0, len(answers), count)]
         pairs = itertools.zip_longest(self.answers, groups[:RECORDED_PROMPTS], fillvalue=[])
         self.answers = [[*before, *group] for before, group in pairs]
-        marks[share] = values.view(-1, count).to(marks)
-        return runtime.sum(marks)
+        return answers
+
+    def gather(self, trainer, values, count):
+        """Return values (..., answers) of the ranks' shares as (..., problems, count), float64."""
+        runtime = trainer.runtime
+        total = runtime.sum(torch.tensor(values.size(-1), device=runtime.device)).item()
+        shape = *values.shape[:-1], total // count, count
+        table = torch.zeros(shape, dtype=torch.float64, device=runtime.device)
+        share = table[..., runtime.rank :: runtime.world_size, :]
+        share.copy_(values.view(share.shape))
+        return runtime.sum(table)
+
+    def marks(self, trainer, answers, count):
+        """Return whether `count` answers to each problem are right, (n, count), float64, and the
+        values of each reward (rewards, n, count), NaN where it does not apply.
+        """
+        table = torch.zeros(1 + len(self.rewards), len(answers), dtype=torch.float64)
+        for place, answer in enumerate(answers):
+            table[0, place] = answer.reward >= 1
+            for row, reward in enumerate(self.rewards, 1):
+                value = answer.rewards[reward.name]
+                table[row, place] = math.nan if value is None else value
+        table = self.gather(trainer, table, count)
+        return table[0], table[1:]
 
     def scores(self, trainer):
-        """Return scores by problem, (n,) each: greedy, and mean and best of EVAL_SAMPLES samples."""
+        """Return scores by problem, (n,) each: greedy, mean and best of EVAL_SAMPLES samples, and the
+        mean of each reward of these, NaN where it applies to none.
+        """
         self.answers = []
-        greedy = self.marks(trainer, self.problems, 1, 0.0)
         temperature = trainer.settings.temperature
-        sampled = self.marks(trainer, self.problems, EVAL_SAMPLES, temperature)
-        return {
+        greedy, _ = self.marks(trainer, self.graded(trainer, self.problems, 1, 0.0), 1)
+        answers = self.graded(trainer, self.problems, EVAL_SAMPLES, temperature)
+        sampled, values = self.marks(trainer, answers, EVAL_SAMPLES)
+        scores = {
             "greedy": greedy[:, 0],
             "pass1": sampled.mean(1),
             f"pass{EVAL_SAMPLES}": sampled.amax(1),
         }
+        for reward, value in zip(self.rewards, values, strict=True):
+            scores[f"rewards/{reward.name}"] = value.nanmean(1)
+        return scores | self.more_scores(trainer, answers)
+
+    def more_scores(self, trainer, answers):
+        """Return scores of the sampled answers that a subclass has beside those of the rewards."""
+        return {}
 
     def gain(self, after):
         """Return gains with 95% intervals, paired by problem."""
-        return {name: mean_interval(after[name] - self.before[name]) for name in after}
+        gains = {}
+        for name, values in after.items():
+            if name in self.before:  # a run that was resumed may have other rewards
+                gains[name] = values - self.before[name]
+        return known_intervals(gains)
+
+
+def known_intervals(scores):
+    """Return mean_interval of each score (n,) over the problems that have it, if two have."""
+    intervals = {}
+    for name, values in scores.items():
+        known = values[~values.isnan()]
+        if len(known) > 1:
+            intervals[name] = mean_interval(known)
+    return intervals
 
 
 def score_intervals(scores):
     """Return the mean of each score (n,) with its 95% interval; of shares it ends at 0 and 1."""
-    intervals = {"n": len(scores["greedy"])}
-    for name, values in scores.items():
-        intervals[name] = mean_interval(values)
-        if name != "reward_model":
+    intervals = known_intervals(scores)
+    for name in intervals:
+        if name in ("greedy", "pass1", f"pass{EVAL_SAMPLES}"):
             intervals[name] = np.clip(intervals[name], 0, 1).tolist()
-    return intervals
+    return {"n": len(scores["greedy"]), **intervals}
 
 
 def open_run(settings, runtime, network, tokenizer):
@@ -5075,7 +5405,8 @@ def choose_weights(trainer, averages, exam, problems, log):
     shares = {}
     for name, values in candidates.items():
         with swapped(raw, values):
-            right = exam.marks(trainer, problems, 1, trainer.settings.temperature)
+            answers = exam.graded(trainer, problems, 1, trainer.settings.temperature)
+            right, _ = exam.marks(trainer, answers, 1)
         shares[name] = right.mean().item()
         log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(problems)} problems")
     chosen = max(shares, key=shares.get)
@@ -5156,11 +5487,10 @@ HELD_OUT_SEED = 1 << 62  # conversations with this seed and the next ones score 
 
 def load_environment(spec):
     """Return the class that ENVIRONMENT=file.py:Class names. Raises UserError."""
-    environment = from_file(spec)
+    kind = "file.py:Class of a class with methods reset and step"
+    environment = from_file("ENVIRONMENT", spec, kind)
     if not (hasattr(environment, "reset") and hasattr(environment, "step")):
-        raise UserError(
-            f"ENVIRONMENT={spec!r}: must be file.py:Class of a class with methods reset and step"
-        )
+        raise UserError(f"ENVIRONMENT={spec!r}: must be {kind}")
     return environment
 
 
@@ -5289,11 +5619,19 @@ class EpisodeTrainer(PolicyTrainer):
         parts = self.environment, query, self.tokenizer, self.settings
         return [Episode(*parts) for _ in range(count)]
 
+    def score(self, answers, rewards, discount=1.0):
+        """Fill in `reward` and `rewards` of conversations; return the first (n,), which is right from
+        1 on: the sum of those of their answers."""
+        for answer in answers:
+            answer.reward = answer.total(discount)
+        return torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
+
     def rewards(self, answers):
         """Return the rewards of answers (n,). An episode with a fault gets its group's mean."""
+        self.score(answers, (), self.settings.discount)
         rewards = []
         for answer in answers:
-            rewards.append(math.nan if answer.fault else answer.total(self.settings.discount))
+            rewards.append(math.nan if answer.fault else answer.reward)
         groups = torch.tensor(rewards).double().view(-1, self.settings.group_size)
         groups = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups)
         return groups.nan_to_num().flatten()
@@ -5317,10 +5655,6 @@ class EpisodeTrainer(PolicyTrainer):
                 f"episodes have a fault, at most 10% may; {max(one.fault for one in answers)}"
             )
         return rollout
-
-    def grades(self, answers, reward):
-        """Return the sum of each conversation's rewards (n,), which is right from 1 on."""
-        return torch.tensor([answer.total(1.0) for answer in answers])
 
 
 # === end: environment ===
@@ -5478,8 +5812,10 @@ def main():
     runtime = start_runtime(settings.device)
     prompts_unit(settings, runtime.world_size)
     problems, choice, held_out = find_problems(settings)
-    reward = load_reward(settings.reward)
-    exam = Exam(held_out, reward)
+    rewards = load_rewards(settings.reward)
+    if settings.environment:
+        rewards = []  # the environment has its own
+    exam = Exam(held_out, rewards)
     network, tokenizer, source = load_start(settings)
 
     # run folder and log, policy, trainer, averages
@@ -5495,8 +5831,9 @@ def main():
         trainer = GRPOEpisodeTrainer(network, tokenizer, settings, runtime=runtime)
         trainer.environment = load_environment(settings.environment)
     else:
-        trainer = GRPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
+        trainer = GRPOTrainer(network, tokenizer, settings, reward_funcs=rewards, runtime=runtime)
         trainer.begin_answers(problems + choice + held_out, 1)  # or a UserError later, in mid-run
+    trainer.log = run.log
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):

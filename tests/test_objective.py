@@ -1314,7 +1314,7 @@ def test_use_as_in_trl(M, monkeypatch):
     assert set(calls[-1]) == {"prompts"}
     own = TRAINERS[M](policy(M), BYTES, own.settings, reward_funcs=[first, lambda **columns: [1.0]])
     assert refused(own.train_step, QUERIES).startswith(
-        "reward: must be a list of 12 numbers, not [1.0]"
+        "reward <lambda>: must return a list of 12 numbers (None: does not apply), not [1.0]"
     )
 
 

@@ -651,7 +651,7 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
     take(own, QUERIES, None)
     assert all(map(torch.equal, before, state(judge)))
     problems = [{"prompt": query, "answer": "?"} for query in QUERIES]
-    exam = P.JudgedExam(problems, P.exact_match)
+    exam = P.JudgedExam(problems, P.load_rewards("exact"))
     found = exam.scores(own)["reward_model"]
     answers = own.sample(
         problems, 8, 1.0, [(own.settings.seed, P.EVAL_STEP, at) for at in range(4)]

@@ -544,8 +544,8 @@ def test_the_guides_reward_function(tmp_path):
     ]
     (tmp_path / "mine.py").write_text(text)
     texts = ["123", "124", "12", "xyz"]
-    reward = G.load_reward(f"{tmp_path / 'mine.py'}:score")
-    found = reward(prompts=["312"] * 4, completions=texts, answer=["123"] * 4)
+    (reward,) = G.load_rewards(f"{tmp_path / 'mine.py'}:score")
+    found = reward.function(prompts=["312"] * 4, completions=texts, answer=["123"] * 4)
     assert found == pytest.approx([1.0, 0.1 * 2 / 3, 0.1 * 2 / 3, 0.0])
 
 

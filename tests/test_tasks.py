@@ -1,8 +1,13 @@
 """data/tasks.py: problems, pairs and rewards; files of problems, their split, and users' rewards."""
 
+import asyncio
+import concurrent.futures
 import hashlib
 import json
+import multiprocessing
 import re
+import reprlib
+import sys
 import time
 from collections import Counter
 from decimal import Decimal
@@ -334,40 +339,56 @@ PROMPTS, TEXTS = ["52713", "90" * 60], ["12357", "first\nsecond " + "x" * 200]
 QUERIES = [{"prompt": prompt, "answer": "".join(sorted(prompt))} for prompt in PROMPTS]
 
 
-def user_reward(folder, source):
-    """Return what training gets from `score` of a file."""
+COLUMNS = [{**query, "level": 1} for query in QUERIES]
+
+
+def user_values(folder, source):
+    """Return what `score` of a file gives two answers."""
     (folder / "mine.py").write_text(source, encoding="utf-8")
-    reward = G.load_reward(f"{folder}/mine.py:score")
-    answers = zip(QUERIES, TEXTS, strict=True)
-    answers = [SimpleNamespace(query=query, text=text) for query, text in answers]
-    return G.sum_rewards([G.load_reward("exact"), reward], answers).tolist()
+    (reward,) = G.load_rewards(f"{folder}/mine.py:score")
+    return G.call_reward(reward, COLUMNS, TEXTS, print)
 
 
-HEAD = "import fractions, numpy\ndef score(prompts, completions, answer, **columns):\n    return "
-GIVEN = [  # what a function returns, and the sums with exact_match
-    ("[c == a for c, a in zip(completions, answer)]", [2.0, 0.0]),
-    ("[len(prompts[0]), -len(completions[1])]", [6.0, -213.0]),
-    ("(0.25, 1)", [1.25, 1.0]),
-    ("[fractions.Fraction(1, 4), 0]", [1.25, 0.0]),
-    ("list(numpy.array([0.5, 2], dtype=numpy.float32))", [1.5, 2.0]),
-    ("numpy.array([0.5, 2])", [1.5, 2.0]),
-    ("[prompts.clear(), completions.clear(), answer.clear()] and [1, 2]", [2.0, 2.0]),
+HEAD = "import fractions, numpy, torch\ndef score(prompts, completions, answer, **columns):\n    return "
+GIVEN = [  # what a function returns, and what that is
+    ("[c == a for c, a in zip(completions, answer)]", [1.0, 0.0]),
+    ("[len(prompts[0]), -len(completions[1])]", [5.0, -213.0]),
+    ("(0.25, 1)", [0.25, 1.0]),
+    ("[fractions.Fraction(1, 4), None]", [0.25, None]),
+    ("list(numpy.array([0.5, 2], dtype=numpy.float32))", [0.5, 2.0]),
+    ("numpy.array([0.5, 2])", [0.5, 2.0]),
+    ("numpy.array([True, False])", [1.0, 0.0]),
+    ("torch.tensor([0.5, 2], dtype=torch.bfloat16, requires_grad=True)", [0.5, 2.0]),
+    ("[torch.tensor(0.5), torch.tensor([2])]", [0.5, 2.0]),
+    ("(len(text) > 9 for text in completions)", [0.0, 1.0]),
+    ("range(2)", [0.0, 1.0]),
+    ("columns['level']", [1.0, 1.0]),
+    ("[prompts.clear(), completions.clear(), answer.clear()] and [1, 2]", [1.0, 2.0]),
 ]
 
 
-@pytest.mark.parametrize(("value", "sums"), GIVEN)
-def test_a_users_reward(value, sums, tmp_path):
-    assert user_reward(tmp_path, HEAD + value) == sums
+@pytest.mark.parametrize(("value", "values"), GIVEN)
+def test_a_users_reward(value, values, tmp_path):
+    assert user_values(tmp_path, HEAD + value) == values
 
 
-NO_REWARDS = ["[0.0, None]", "[0.0, '1']", "[0.0, [1]]", "[1j, 0.0]", "[0.0]", "[0.0, 0.0, 0.0]"]
-NO_REWARDS += ["[]", "1.0", "None", "'10'", "{0: 1.0, 1: 0.0}", "{0.5, 1.0}"]
+NO_REWARDS = ["[0.0, '1']", "[0.0, [1]]", "[1j, 0.0]", "[0.0]", "[0.0, 0.0, 0.0]", "[]", "1.0"]
+NO_REWARDS += ["None", "'10'", "{0: 1.0, 1: 0.0}", "{0.5, 1.0}", "[[1.0, 2.0]]"]
 
 
 @pytest.mark.parametrize("value", NO_REWARDS)
 def test_what_is_no_list_of_rewards_is_refused(value, tmp_path):
-    message = f"reward: must be a list of 2 numbers, not {value}"
-    assert refusal(G.UserError, "", user_reward, tmp_path, HEAD + value) == message
+    message = f"reward score: must return a list of 2 numbers (None: does not apply), not {value}"
+    assert refusal(G.UserError, "", user_values, tmp_path, HEAD + value) == message
+
+
+def test_returns_without_end_and_of_any_size_are_refused_in_a_short_line(tmp_path):
+    values = ("iter(int, 1)", "[0.0] * 10**7", "'x' * 10**7", "range(10**12)")
+    for number, value in enumerate(values):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        line = refusal(G.UserError, "must return a list of 2", user_values, folder, HEAD + value)
+        assert len(line) < 200
 
 
 @pytest.mark.parametrize(
@@ -376,25 +397,101 @@ def test_what_is_no_list_of_rewards_is_refused(value, tmp_path):
 def test_a_reward_without_bound_is_refused_with_its_sample(values, tmp_path):
     source = f"{HEAD}[float(value) for value in {values}]"
     number = int(values[0] == "0.0")
-    assert refusal(G.UserError, "", user_reward, tmp_path, source) == (
-        f"reward: must be finite and below 1e15, not {float(values[number])} for prompt "
-        f"{repr(QUERIES[number])[:80]}, completion {repr(TEXTS[number])[:80]}"
+    assert refusal(G.UserError, "", user_values, tmp_path, source) == (
+        f"reward score: must be finite and below 1e15, or None, not {float(values[number])} for the "
+        f"prompt {reprlib.repr(PROMPTS[number])}, completion {repr(TEXTS[number])[:80]}"
     )
 
 
-def test_what_a_users_file_raises_has_its_traceback(tmp_path):
-    for source, error in (("raise ValueError(7)", ValueError), ("def score(:", SyntaxError)):
-        with pytest.raises(error):
-            user_reward(tmp_path, source)
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        user_reward(tmp_path, "def score(prompts): return [0.0, 0.0]")
-    source = "def score(**columns):\n    helper()\n\n\ndef helper():\n    raise KeyError(7)\n"
-    with pytest.raises(KeyError) as caught:
-        user_reward(tmp_path, source)
-    assert (str(caught.traceback[-1].path), caught.traceback[-1].lineno + 1) == (
-        f"{tmp_path}/mine.py",
-        6,
+RAISES = {  # what a file holds -> what the error names, after the place
+    "def score(completions): raise ValueError(7)": "reward score raised ValueError: 7",
+    "def score(completions):\n    return helper()\n\n\ndef helper():\n    raise KeyError(7)": (
+        "reward score raised KeyError: 7"
+    ),
+    "import sys\ndef score(completions): sys.exit(0)": "reward score raised SystemExit: 0",
+    "def score(completions): return score(completions)": "reward score raised RecursionError: max",
+    "def score(completions): raise GeneratorExit": "reward score raised GeneratorExit",
+    "def score(completions): yield 1 / 0": "reward score raised ZeroDivisionError: div",
+    "async def score(completions): return 1 / 0": "reward score raised ZeroDivisionError: div",
+    "def score(completions):\n    raise ValueError('x' * 10**6)": "reward score raised ValueError: x",
+}
+
+
+@pytest.mark.parametrize("source", RAISES)
+def test_what_a_users_function_raises_is_named_with_its_frames(source, tmp_path):
+    with pytest.raises(G.RewardFault) as caught:
+        user_values(tmp_path, source)
+    message = str(caught.value)
+    lines = [number for number, line in enumerate(source.split("\n"), 1) if line.strip()]
+    place = f" ({tmp_path}/mine.py, line {lines[-1]})"
+    assert message.startswith(RAISES[source]) and message.endswith(place) and len(message) < 800
+    frames = re.findall(r'File "(.*?)"', caught.value.traceback)
+    assert frames and {*frames} - {f"{tmp_path}/mine.py"} <= {
+        asyncio.runners.__file__,
+        asyncio.base_events.__file__,
+    }
+    assert len(caught.value.traceback) <= 10000
+
+
+FILES = {
+    "def score(:": "SyntaxError: ",
+    "import nothing_of_this_name": "ModuleNotFoundError: No module named 'nothing_of_this_name'",
+    "import sys\nsys.exit(0)": "SystemExit: 0",
+    "1 / 0": "ZeroDivisionError: division by zero",
+}
+
+
+@pytest.mark.parametrize("source", FILES)
+def test_a_file_that_cannot_be_imported_is_named_with_its_frames(source, tmp_path, capsys):
+    line = refusal(G.UserError, "", user_values, tmp_path, source)
+    path = f"{tmp_path}/mine.py"
+    assert line.startswith(f"REWARD='{path}:score': {path} raised {FILES[source]}")
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback") or "SyntaxError" in shown
+    assert f'File "{path}", line {len(source.splitlines())}' in shown
+
+
+def test_a_function_gets_the_columns_that_it_takes(tmp_path):
+    source = "def score(completions, *, level, none=3, prompt=()): return [level[0], len(prompt)]"
+    assert user_values(tmp_path, source) == [1.0, 2.0]
+    (tmp_path / "b").mkdir()
+    line = refusal(G.UserError, "", user_values, tmp_path / "b", "def score(grade): return grade")
+    assert line == (
+        "reward score: needs the column 'grade'; there are prompts, completions, prompt, answer, level"
     )
+
+
+def test_files_of_one_name_with_neighbours_of_one_name_and_process_pools(tmp_path, monkeypatch):
+    """Each has its own neighbours, and a pool, by fork and by spawn, finds the functions of both."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    parts = []
+    for number, name in enumerate(("one", "two"), 1):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "scores_of_h6.py").write_text(
+            "from words_of_h6 import size\ndef score(text): return size(text)\n"
+            "def near(completions): return list(map(score, completions))\n"
+        )
+        (tmp_path / name / "words_of_h6.py").write_text(
+            f"def size(text): return {number} * len(text)\n"
+        )
+        parts.append(f"{tmp_path}/{name}/scores_of_h6.py:near")
+    rewards = G.load_rewards(f"exact:0.5, {parts[0]},{parts[1]}:-2e-1")
+    assert [(one.name, one.weight) for one in rewards] == [
+        ("exact", 0.5),
+        ("near", 1),
+        ("near_2", -0.2),
+    ]
+    assert [one.function(["abc"]) for one in rewards[1:]] == [[3], [6]]
+    functions = [sys.modules[one.function.__module__].score for one in rewards[1:]]
+    assert len({*functions}) == 2
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        assert [pool.submit(one, "ab").result() for one in functions] == [2, 4]
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(functions[0], "ab").result() == 2
+    answers = [SimpleNamespace(rewards={"exact": 1.0, "near": None, "near_2": 2.0})]
+    answers += [SimpleNamespace(rewards=dict.fromkeys(("exact", "near", "near_2")))]
+    G.weigh(rewards, answers)
+    assert [one.reward for one in answers] == pytest.approx([0.1, 0.0])
 
 
 SPECS = ["", "mine", "mine.py", "none.py:score", "mine.txt:score", ":", "random", "gsm8k"]
@@ -406,11 +503,12 @@ def test_a_reward_that_names_no_function_is_refused(spec, tmp_path, monkeypatch)
     for name in ("mine.txt", "mine.py"):
         (tmp_path / name).write_text("number = 1\ndef score(**columns): return [0.0]")
     message = f"REWARD={spec!r}: must be exact, or path.py:function with such a function"
-    assert refusal(G.UserError, "", G.load_reward, spec) == message
+    assert refusal(G.UserError, "", G.load_rewards, spec).startswith(message)
 
 
 def test_the_rewards_of_the_tasks_are_loaded_by_name():
     path = ROOT / "data" / "tasks.py"
     for name in ("gsm8k", "gsm8k_strict", "coin"):
         columns = dict(prompts=["1+2+3"], completions=["it is 6"], answer=["#### 6"])
-        assert G.load_reward(f"{path}:{name}")(**columns) == getattr(D, name)(**columns)
+        (reward,) = G.load_rewards(f"{path}:{name}")
+        assert reward.function(**columns) == getattr(D, name)(**columns)

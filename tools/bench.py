@@ -680,7 +680,7 @@ def policy_speed(rounds: int) -> dict[str, list[float]]:
     runtime = script.Runtime(0, 1, torch.device("cpu"), False)
     # A new network answers until MAX_NEW_TOKENS: every answer has nearly the same length.
     network, tokenizer, _ = load_script(ROOT / "train_sft.py").small_network(settings)
-    reward = script.load_reward(settings.reward)
+    reward = script.load_rewards(settings.reward)
     trainer = script.GRPOTrainer(network, tokenizer, settings, reward_funcs=reward, runtime=runtime)
     problems = load_script(ROOT / "data" / "tasks.py").make_problems("sort", 1000, settings.seed)
     problems = [{"prompt": prompt, "answer": answer} for prompt, answer in problems]
