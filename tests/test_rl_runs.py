@@ -379,8 +379,8 @@ def test_a_tokenizer_without_role_tokens(place, tmp_path):
 
 # ------------------------------------------------------------------------------------------- faults
 BAD_REWARDS = {
-    "nan": r"reward: must be finite and below 1e15, not nan for prompt .*'\w\w'.*, completion '.*",
-    "few": r"reward: must be a list of 16 numbers, not \[0.0.*",
+    "nan": r"reward nan: must be finite and .*, not nan for the prompt '\w\w', completion '.*",
+    "few": r"reward few: must return a list of 16 numbers \(None: .*\), not \[0.0.*",
 }
 
 
@@ -396,19 +396,25 @@ def test_a_reward_that_fails_is_one_line_and_the_run_can_go_on(place, name):
     assert re.fullmatch(rf"error: {BAD_REWARDS[name]}\n", line), line
     assert steps_kept(place.of(out))[-1] == 2
     if name == "nan":
-        place.resume(out, script="train_gspo", REWARD=f"{rewards}:score")
-        place.run("right", script="train_gspo", REWARD=f"{rewards}:score", **given)
+        mended = place.folder / "mended.py"
+        mended.write_text("from rewards import score as nan\n")
+        place.resume(out, script="train_gspo", REWARD=f"{mended}:nan")
+        place.run("right", script="train_gspo", REWARD=f"{mended}:nan", **given)
         place.same(out, "right")
 
 
 def test_what_a_reward_raises_has_its_traceback(place):
     rewards = place.folder / "rewards.py"
-    given = {**SHORT, "ITERATIONS": 4, "EVAL_PROMPTS": 4, "REWARD": f"{rewards}:raises"}
+    given = {**SHORT, "ITERATIONS": 4, "EVAL_PROMPTS": 4, "REWARD": f"exact:0,{rewards}:raises"}
     child = place.begin("raises", script="train_ppo", **given)
-    assert child.wait() == 1 and re.search(r"rewards\.py\", line \d+, in ", child.err), child.err
-    assert (
-        child.err.endswith("KeyError: 'no such key'\n") and steps_kept(place.of("raises"))[-1] == 2
+    assert child.wait() == 2 and steps_kept(place.of("raises"))[-1] == 2
+    shown, _, line = child.err.rstrip().rpartition("\n")
+    assert re.search(r"rewards\.py\", line \d+, in reward\n", shown) and "train_ppo.py" not in shown
+    path = re.escape(str(rewards))
+    assert re.fullmatch(rf"error: reward raises raised KeyError: .* \({path}, line \d+\)", line), (
+        line
     )
+    assert shown in place.log("raises")
 
 
 @pytest.mark.parametrize("script", ["train_grpo", "train_ppo"])
