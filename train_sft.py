@@ -3736,12 +3736,14 @@ class LineFile:
 
 
 def read_lines(path):
-    """Return the objects of a file of JSON lines; a line that was cut short is left out."""
+    """Return the objects with a step of a file of JSON lines; a line that was cut is left out."""
     objects = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            with contextlib.suppress(ValueError):
-                objects.append(json.loads(line))
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(line)
+                if isinstance(value, dict) and type(value.get("step")) is int:
+                    objects.append(value)
     return objects
 
 

@@ -112,9 +112,9 @@ def test_the_series_of_real_runs(runs):
     run = read_run(runs["gpt"])
     log = run.log
     steps = values(log, "step")
-    assert steps[:5] == [1, 2, 3, 4, 5]  # later ones every ten seconds
+    assert steps == [*range(1, 13)]
     shares = [step / 12 for step in steps]
-    rates = [min(1, share / 0.25, (1 - share) / 0.5) for share in shares]
+    rates = [min(1, share / 0.25, (1 - share + 1 / 12) / 0.5) for share in shares]
     assert values(log, "lr_mul") == pytest.approx(rates, abs=5e-5)
     assert values(log, "tokens") == [512.0 * step for step in steps]
     assert [point.step for point in log.series["held-out bpb"]] == [5, 10, 12] and log.ended
@@ -126,6 +126,38 @@ def test_the_series_of_real_runs(runs):
     assert before == pytest.approx(run.result["before"]["pass1"], abs=5e-4)
     lengths = values(run.log, "length")
     assert values(run.log, "tokens")[:2] == pytest.approx([16 * lengths[0], 16 * sum(lengths[:2])])
+
+
+def test_metrics_have_every_step_and_old_runs_have_a_log_alone(by_hand):
+    old = read_run(by_hand).log
+    numbers = {"train_loss": 5.0, "lr_mul": 1, "progress": 0.1, "train_time": 150.0}
+    rows = [{"step": step, **numbers, "train_time": 100.0 * step} for step in range(1, 9)]
+    rows[4]["train_loss"] = None
+    rows.insert(4, {"step": 4, "val_loss": 9.0, "val_bpb": 3.0})
+    rows.insert(0, {"step": 0, "held_out/n": 7, "held_out/pass1": 0.25})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (by_hand / "metrics.jsonl").write_text(lines + '{"step": 9, "train_lo')
+    log = read_run(by_hand).log
+    assert values(log, "step") == [*range(1, 9)] and log.last == 8
+    assert values(log, "seconds") == pytest.approx([step / 10 for step in range(1, 9)])
+    assert math.isnan(values(log, "train_loss")[4])
+    assert values(log, "held-out bpb") == values(old, "held-out bpb") == [1.5, 1.25]
+    assert values(log, "held-out pass1") == [0.25] and "held-out n" not in log.series
+    assert values(log, "tokens") == [64.0 * step for step in range(1, 9)]
+    for wrong in ("[1]", "1", "{}", '{"step": 3, "loss": "x"}', "{", "null", "[" * 9999):
+        (by_hand / "metrics.jsonl").write_text(f"{lines}{wrong}\n")
+        with pytest.raises(SystemExit, match=r"metrics.jsonl:11: must be a JSON object"):
+            read_run(by_hand)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{", "3", '{"steps": "8"}', '{"phases": []}', '{"phases": {"a": 1}}', '{"seeds": [1]}']
+    + ["[" * 99999, '{"before": 1}', '{"params": null}', '{"tokens": []}', '{"gain": "x"}'],
+)
+def test_a_result_of_wrong_types_is_one_line(by_hand, monkeypatch, content):
+    (by_hand / "result.json").write_text(content)
+    assert "result.json: " in call_main(monkeypatch, by_hand)
 
 
 # ----------------------------------------------------------------------------------------- artifact

@@ -6,8 +6,9 @@
 
 A RUN is a run's folder, its name in runs/, or the folder of a record, which has a run for each seed.
 Runs may have ended, be in progress or have been interrupted. Without --out the page is written into
-the first one. All numbers come from the log, result.json, the artifact and, for quantization errors,
-the last checkpoint; the page says what is missing. Every number in the log's step lines is drawn.
+the first one. All numbers come from metrics.jsonl, which has every step, the log (alone for runs
+without that file), result.json, the artifact and, for quantization errors, the last checkpoint; the
+page says what is missing. Every number of a step is drawn.
 The page is one file without outside resources. Needs matplotlib.
 """
 
@@ -182,30 +183,64 @@ class Run:
 
 
 # ------------------------------------------------------------------------------------------ reading
-def read_step_line(log: Log, step: int, line: str) -> None:
-    """Read a line that begins with step:N."""
-    numbers = {name: float(value) for name, value in PAIR.findall(line)}
-    held_out = re.findall(r"held_out/(\w+):(\S+)", line)
+def add_numbers(log: Log, step: int, numbers: dict[str, float]) -> bool:
+    """Add the numbers of a step, trained or scored; return whether it was one of these."""
     if "val_bpb" in numbers:
         numbers["bpb"] = numbers["val_bpb"]  # logs before the rewrite say bpb
+    held_out = [name for name in numbers if name.startswith("held_out/")]
     if "val_loss" in numbers:
         log.add("held-out val_loss", step, numbers["val_loss"])
         log.add("held-out bpb", step, numbers["bpb"])
     elif "train_time" in numbers:
-        log.last = step  # a resumed run may log earlier steps again
         for name, value in numbers.items():
             if not re.fullmatch(r"clip_\w+_\d+", name):  # those of a mini-batch
                 log.add(name, step, value)
         log.add("step", step, float(step))
         log.add("seconds", step, numbers["train_time"] / 1000)
-        return
-    elif held_out:
-        for name, value in held_out:
-            if name != "n":
-                log.add(f"held-out {name}", step, float(value))
-    elif " saved" not in line:
-        return  # a line that was cut short
-    log.last = max(log.last, step)
+    for name in held_out:
+        if name != "held_out/n":
+            log.add(name.replace("held_out/", "held-out "), step, numbers[name])
+    return bool(held_out) or "val_loss" in numbers or "train_time" in numbers
+
+
+def read_step_line(log: Log, step: int, line: str) -> None:
+    """Read a line that begins with step:N."""
+    numbers = {name: float(value) for name, value in PAIR.findall(line)}
+    held_out = re.findall(r"(held_out/\w+):(\S+)", line)
+    numbers |= {name: float(value) for name, value in held_out}
+    if add_numbers(log, step, numbers) and "train_time" in numbers:
+        log.last = step  # a resumed run may log earlier steps again
+    elif numbers or " saved" in line:  # else a line that was cut short
+        log.last = max(log.last, step)
+
+
+def read_metrics(log: Log, path: Path) -> None:
+    """Add the numbers of metrics.jsonl to those of a log. Raises SystemExit for another file.
+
+    It has every step. The log alone has the intervals of scores.
+    """
+    from_lines = log.series
+    log.series = defaultdict(list)
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines[:-1], 1):  # the rest was cut short
+        try:
+            numbers = json.loads(line)
+            step = numbers.pop("step")
+            values = {
+                name: math.nan if value is None else float(value) for name, value in numbers.items()
+            }
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise SystemExit(
+                f"error: {path}:{number}: must be a JSON object of a step and numbers: {error!r:.99}"
+            ) from None
+        add_numbers(log, step, values)
+        log.last = step
+    for name, points in from_lines.items():
+        steps = {point.step: point for point in points}
+        for point in log.series[name]:
+            if point.step not in steps or not name.startswith("held-out "):
+                steps[point.step] = point
+        log.series[name] = [steps[step] for step in sorted(steps)]
 
 
 def read_line(log: Log, line: str) -> None:
@@ -258,9 +293,36 @@ def read_log(path: Path) -> Log:
     log = Log()
     for line in text.split("\n")[:-1]:  # what follows the last newline was cut short
         read_line(log, line)
+    metrics = path.with_name("metrics.jsonl")
+    if path.name == "log.txt" and metrics.is_file():
+        read_metrics(log, metrics)
     if "seconds" not in log.series:
         raise SystemExit(f"error: {path}: no step is logged, so there is nothing to draw")
     return log
+
+
+def read_result(path: Path) -> dict:
+    """Return result.json of a run or a record. Raises SystemExit for what no script writes."""
+    try:
+        result = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SystemExit(f"error: {path}: no JSON: {error}") from None
+    if not isinstance(result, dict):
+        raise SystemExit(f"error: {path}: must be a JSON object, not {result!r:.60}")
+    kinds = {
+        **dict.fromkeys(("before", "after", "gain", "phases", "params"), dict),
+        **dict.fromkeys(("tokens", "train_seconds", "total_seconds"), int | float),
+        "before_quantization": dict,
+        "steps": int,
+        "seeds": list,
+    }
+    for key, kind in kinds.items():
+        if key in result and not isinstance(result[key], kind):
+            raise SystemExit(f"error: {path}: was changed: its {key!r} is {result[key]!r:.60}")
+    parts = [*result.get("phases", {}).values(), *result.get("seeds", [])]
+    if not all(isinstance(part, dict) for part in parts):
+        raise SystemExit(f"error: {path}: was changed: a phase or a seed is no object")
+    return result
 
 
 def find_runs(name: str) -> list[Run]:
@@ -272,7 +334,7 @@ def find_runs(name: str) -> list[Run]:
             "folder"
         )
     path = folder / "result.json"
-    result = json.loads(path.read_bytes()) if path.is_file() else {}
+    result = read_result(path) if path.is_file() else {}
     if (folder / "log.txt").is_file():
         return [read_run(folder / "log.txt", folder / "model.upar", result)]
     runs = []
@@ -316,7 +378,7 @@ def add_tokens(run: Run) -> None:
     log = run.log
     tokens_per_step = log.batch
     if run.family == "targets" and run.result:
-        tokens_per_step = run.result["tokens"] / run.result["steps"]
+        tokens_per_step = run.result["tokens"] / max(1, run.result["steps"])
     if not tokens_per_step or run.family == "margin":  # train_dpo.py does not say how many
         return
     total = 0.0
@@ -332,9 +394,9 @@ def add_tokens(run: Run) -> None:
 def positions(log: Log, steps: list[int], axis: str) -> np.ndarray:
     """Return where the ends of steps are on an axis: on straight lines between logged steps.
 
-    A run logs its first five steps and then one every ten seconds, so of a short run few are known.
-    A run that has ended ends where its clock stopped, which includes choosing weights; of others
-    the steps after the last logged one take its mean.
+    Without metrics.jsonl, a run has its first five steps and then one every ten seconds. A run that
+    has ended ends where its clock stopped, which includes choosing weights; of others the steps
+    after the last known one take its mean.
     """
     x = [0.0]
     y = [0.0]
@@ -715,7 +777,7 @@ def render(runs: list[Run]) -> str:
     for run in runs:
         draw_schedule(page, run)
         draw_step_times(page, run)
-    page.append("</div>\n<p>Step times are means from one logged step to the next.</p>\n")
+    page.append("</div>\n<p>Step times are means from one known step to the next.</p>\n")
     packed = [run for run in runs if run.bytes]
     if packed:
         draw_artifacts(page, packed)
