@@ -158,3 +158,44 @@ def test_greedy_texts_are_those_of_transformers(ours, theirs):
     assert answer.ids == expected[0, len(prompt) :].tolist()
     text = theirs[1].decode(answer.ids)
     assert text.startswith("The capital of France is Paris"), text
+
+
+def export(run, out, *options):
+    """Run quantize.py export."""
+    done = start([ROOT / "quantize.py", "export", run, out, *options], environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_export_in_the_form_of_the_original(imported_smollm2, smollm2, tmp_path):
+    """Without training, tensors and all other files come back byte for byte."""
+    from safetensors.torch import load_file
+
+    export(imported_smollm2, tmp_path / "like", "--like", smollm2)
+    for path in smollm2.iterdir():
+        if path.suffix != ".safetensors":
+            assert (tmp_path / "like" / path.name).read_bytes() == path.read_bytes(), path.name
+    expected = load_file(smollm2 / "model.safetensors")
+    found = load_file(tmp_path / "like" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_a_plain_export_chats_and_stops(imported_smollm2, theirs, tmp_path):
+    """With its own template, its context and its stop tokens, as transformers has the original."""
+    import transformers
+
+    export(imported_smollm2, tmp_path / "plain")
+    words = dict(pretrained_model_name_or_path=tmp_path / "plain", trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**words, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**words)
+    assert model.config.max_position_embeddings == 8192
+    messages = [dict(role="user", content=TALKS[0][0])]
+    texts = []
+    for network, words in ((model, tokenizer), theirs):
+        inputs = words.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        ids = network.generate(**inputs, max_new_tokens=40, do_sample=False)
+        texts.append(words.decode(ids[0]))
+    assert texts[0] == texts[1] and texts[0].endswith("is Paris.<|im_end|>")
