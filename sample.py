@@ -1201,54 +1201,366 @@ def completion(tokenizer, prompt, ids):
 
 
 # === shared: chat ===
-ROLES = {  # what data sets call the roles; a model reads what a tool says like a user's turn
-    "system": "<|system|>",
-    "user": "<|user|>",
-    "human": "<|user|>",
-    "tool": "<|user|>",
-    "function": "<|user|>",
-    "observation": "<|user|>",
-    "assistant": "<|assistant|>",
-    "gpt": "<|assistant|>",
-    "model": "<|assistant|>",
-    "bot": "<|assistant|>",
-    "function_call": "<|assistant|>",
+# What data sets call the roles. Without a template a model reads what a tool says like a user's turn.
+TOOL_ROLES = "tool function observation ipython tool_response function_response".split()
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "<|system|>"),
+    **dict.fromkeys(("user", "human", "prompter", *TOOL_ROLES), "<|user|>"),
+    **dict.fromkeys("assistant gpt chatgpt model bot chatbot ai".split(), "<|assistant|>"),
+    **dict.fromkeys(("function_call", "tool_call"), "<|assistant|>"),
 }
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
+MEDIA = "image images image_url audio audios video videos".split()
+# Fields of rows and messages that say something about the answer. Others (id, source) are columns.
+LOSSES = (
+    "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
+    "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
+    "system system_prompt history context documents"
+).split()
 
 
 class RowError(Exception):
     """What is wrong with a row of data, in the same few words for all rows with this fault."""
 
 
-def text_of(row, *names):
-    """Return the text in the first of these fields that a row has. Raises RowError."""
-    name = next((name for name in names if name in row), None)
-    if name is None:
-        raise RowError(f"missing field {' or '.join(map(repr, names))}")
-    if not isinstance(row[name], str):
-        raise RowError(f"field {name!r} is no text")
+def checked_text(text):
+    """Return a text, which is Unicode. Raises RowError."""
     try:
-        row[name].encode()
+        text.encode()
     except UnicodeEncodeError:
         raise RowError("half a surrogate pair, which is no Unicode") from None
-    return row[name]
+    return text
 
 
-def listed_turns(row, name):
-    """Return the turns in a field: a list of {"role", "content"} or {"from", "value"}.
+def text_of(row, *names):
+    """Return the text in the first of these fields that a row has and that is not null.
 
-    A turn is (role token, text). Raises RowError.
+    A number is read as text. Raises RowError.
     """
-    turns = []
-    messages = row[name] if isinstance(row[name], list) else [None]
-    for message in messages:
-        if not isinstance(message, dict):
-            raise RowError(f"field {name!r} is no list of messages")
-        role = text_of(message, "role", "from")
-        if role not in ROLES:
-            raise RowError(f"unknown role {role!r:.30}")
-        turns.append((ROLES[role], text_of(message, "content", "value")))
+    name = next((name for name in names if row.get(name) is not None), None)
+    if name is None:
+        raise RowError(f"missing field {' or '.join(map(repr, names))}")
+    value = row[name]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = json.dumps(value)
+    if not isinstance(value, str):
+        raise RowError(f"field {name!r} is no text")
+    return checked_text(value)
+
+
+def parsed_list(row, name):
+    """Return the list in a field; some data sets write it as JSON text. Raises RowError."""
+    value = row[name]
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RowError(f"field {name!r} is no list of {name}")
+    return value
+
+
+def json_text(value):
+    """Return a value as JSON text, for own layouts. Raises RowError."""
+    return checked_text(json.dumps(value, ensure_ascii=False))
+
+
+def is_unlearned(fields):
+    """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned."""
+    flags = [fields.get("weight"), fields.get("train")]
+    # Of a row, `loss` may be a number that somebody measured.
+    flags.append(fields["loss"] if isinstance(fields.get("loss"), bool) else None)
+    return any(str(flag).lower() in ("0", "0.0", "false") for flag in flags)
+
+
+def note_fields(fields, known, prefix, notes):
+    """Add to notes, (kind, name), the fields of a row or message that are not used."""
+    for name, value in fields.items():
+        if name in known or value in (None, "", [], {}):
+            continue
+        if name in ("weight", "label", "train", "loss") and value in (0, 1):
+            continue  # is_unlearned and leading_turns heed them
+        kind = "not used" if name in LOSSES else "columns not read"
+        notes.add((kind, prefix + str(name)))
+
+
+def refuse_media(fields):
+    """Raise RowError if a row, a message or a part of one has an image, a sound or a film."""
+    for name in MEDIA:
+        if fields.get(name):
+            raise RowError(f"field {name!r}: the model reads text only")
+
+
+def joined_parts(parts):
+    """Return the text of a message's content that is a list of parts, and its thoughts.
+
+    Texts are joined as they are. Raises RowError for other parts.
+    """
+    texts = {"text": "", "thinking": ""}
+    for part in parts:
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, dict):
+            raise RowError("a part of a content is no text")
+        kind = part.get("type", "text")
+        if kind not in texts:
+            raise RowError(f"part of type {kind!r:.30}, which is not written")
+        texts[kind] += text_of(part, kind)
+    return texts["text"], texts["thinking"]
+
+
+def tool_calls(message):
+    """Return the calls of a message as transformers has them, arguments parsed. Raises RowError."""
+    calls = []
+    for name in ("function_call", "tool_calls"):
+        if message.get(name):
+            calls += parsed_list(message, name)
+    nested = []
+    for call in calls:
+        if "function" not in call:
+            call = {"type": "function", "function": call}
+        function = call["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError("a tool call without a name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        nested.append({**call, "function": {**function, "arguments": arguments}})
+    return nested
+
+
+def own_text(content, thoughts, calls):
+    """Return a message as one text, the form of models without a chat template."""
+    lines = [content] if content else []
+    for call in calls:
+        function = call["function"]
+        said = {"name": function["name"], "arguments": function["arguments"]}
+        lines.append(f"<tool_call>{json_text(said)}</tool_call>")
+    text = "\n".join(lines)
+    return f"<think>\n{thoughts}\n</think>\n\n{text}" if thoughts else text
+
+
+def message_turn(message, notes):
+    """Return the turn of a message, (role token, text) and maybe the fields of chat_text.
+
+    The message has `role` and `content`, or `from` and `value`; null is as good as absent. Field
+    `train` is False if it is not learned. Raises RowError.
+    """
+    given = {name: value for name, value in message.items() if value not in (None, [], {})}
+    name = text_of(given, "role", "from")
+    role = ROLES.get(name.strip().lower())
+    if role is None:
+        raise RowError(f"unknown role {name!r:.30}")
+    refuse_media(given)
+    calls = tool_calls(given)
+    thought_name = next((name for name in THOUGHTS if given.get(name)), THOUGHTS[0])
+    thoughts = text_of(given, thought_name) if given.get(thought_name) else ""
+    content = message.get("content", message.get("value"))
+    if isinstance(content, list):
+        content, more_thoughts = joined_parts(content)
+        thoughts += more_thoughts
+    elif content is not None or not (calls or thoughts):
+        content = text_of(given, "content", "value")
+    fields = {}
+    if thoughts:  # which name a template knows them by differs
+        fields |= dict.fromkeys((thought_name, *THOUGHTS), thoughts)
+    if calls:
+        fields["tool_calls"] = calls
+    if name.strip().lower() in TOOL_ROLES:
+        fields["role"] = "tool"
+    if is_unlearned(given):
+        fields["train"] = False
+    elif given.get("weight", 1) != 1:
+        notes.add(("not used", "weight"))
+    read = ("role", "from", "content", "value", "weight", "train", "loss", "function_call")
+    fields |= {name: value for name, value in given.items() if name not in (*read, *fields)}
+    text = own_text(content, thoughts, calls)
+    return (role, text, {"content": content, **fields}) if fields else (role, text)
+
+
+def listed_turns(row, name, notes):
+    """Return the turns in a field, a list of messages. Raises RowError."""
+    messages = row[name]
+    if isinstance(messages, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            messages = json.loads(messages)
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise RowError(f"field {name!r} is no list of messages")
+    return [message_turn(message, notes) for message in messages]
+
+
+def field_turns(row, role, notes, *names):
+    """Return the turns in the first of these fields: a list of messages, or a text, a turn of `role`."""
+    name = next((name for name in names if row.get(name) is not None), None)
+    if isinstance(row.get(name), list):
+        return listed_turns(row, name, notes)
+    return [(role, text_of(row, *names))]
+
+
+def tools_turn(tools):
+    """Return the turn that lists tools; without a chat template it is one of the system."""
+    text = "\n".join(json_text(tool) for tool in tools)
+    return "<|system|>", f"<tools>\n{text}\n</tools>", {"role": "tools", "content": tools}
+
+
+def leading_turns(row, turns):
+    """Return the turns of a row behind those of its fields `tools` and `system`. Raises RowError.
+
+    A row that is not to be learned is refused.
+    """
+    refuse_media(row)
+    if is_unlearned(row):
+        raise RowError("weight 0, or train or loss false")
+    if row.get("label") is False:  # of KTO
+        raise RowError("label false: an answer that is not to be learned")
+    for name in ("system", "system_prompt"):
+        if row.get(name):
+            turn = ("<|system|>", text_of(row, name))
+            turns = turns if turns[:1] == [turn] else [turn, *turns]
+            break
+    for name in ("tools", "functions"):
+        if row.get(name):
+            tools = parsed_list(row, name)
+            if name == "functions":
+                tools = [{"type": "function", "function": tool} for tool in tools]
+            return [tools_turn(tools), *turns]
     return turns
+
+
+def without(turn, *names):
+    """Return a turn without these fields of its message."""
+    role, text, *fields = turn
+    return (
+        role,
+        text,
+        *[{name: value for name, value in one.items() if name not in names} for one in fields],
+    )
+
+
+def turn_form(turn, null, is_text, tool_role):
+    """Return a turn as some templates want it.
+
+    null: the content of a message that has none. is_text: whether arguments are JSON text.
+    tool_role: the role of a tool's result.
+    """
+    role, text, *fields = turn
+    if not fields:
+        return turn
+    message = dict(*fields)
+    if message["content"] is None:
+        message["content"] = null
+    if message.get("role") == "tool":
+        message["role"] = tool_role
+    calls = []
+    for call in message.get("tool_calls", []):
+        arguments = call["function"]["arguments"]
+        if is_text and not isinstance(arguments, str):
+            arguments = json_text(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    if calls:
+        message["tool_calls"] = calls
+    return role, text, message
+
+
+def writes(text, content):
+    """Return whether a template's text has a content, trimmed, or as JSON."""
+    return content.strip() in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+def is_rendered(text, turns):
+    """Return whether a template's text has all calls, none as Python writes it, and all their results."""
+    for _, content, *more in turns:
+        message = dict(*more)
+        if message.get("role") == "tool" and not writes(text, content):
+            return False
+        for call in message.get("tool_calls", []):
+            arguments = call["function"]["arguments"]
+            if arguments and not isinstance(arguments, str) and str(arguments) in text:
+                return False
+            if call["function"]["name"] not in text:
+                return False
+    return True
+
+
+def templated_turns(tokenizer, turns):
+    """Return turns in the form that the chat template of an imported model writes. Raises UserError.
+
+    Templates differ in what they want of a message without text, as the arguments of a call, and as
+    the role of a tool's result: the first form counts that loses none of them.
+    """
+    written = []
+    for form in itertools.product(("", None), (False, True), ("tool", "user")):
+        formed = [turn_form(turn, *form) for turn in turns]
+        try:
+            text = chat_text(tokenizer, formed, False)
+        except UserError as error:
+            fault = error
+            continue
+        if is_rendered(text, turns):
+            return formed
+        written.append(formed)
+        if formed == turns:
+            break
+    if not written:
+        raise fault
+    return written[0]
+
+
+def fitted_turns(tokenizer, turns, notes):
+    """Return turns in the form that the tokenizer's layout has; notes get the fields that it lacks.
+
+    Raises UserError where a chat template refuses the conversation.
+    """
+    fields = {}
+    for _, _, *more in turns:
+        fields |= dict(*more)
+    names = [name for name in fields if name not in ("role", "content", "train", *THOUGHTS)]
+    if "template" not in tokenizer.facts or not turns[0][0]:
+        others = dict(fields)
+        note_fields(
+            others, ("role", "content", "train", "tool_calls", *THOUGHTS), "message.", notes
+        )
+        return turns
+    turns = templated_turns(tokenizer, turns)
+    text = chat_text(tokenizer, turns, False)
+    lost = []
+    for name in names:
+        if chat_text(tokenizer, [without(turn, name) for turn in turns], False) == text:
+            lost.append(name)
+    note_fields({name: fields[name] for name in lost}, ("tool_calls",), "message.", notes)
+    for role, content, *more in turns:
+        name = dict(*more).get("role", role.strip("<|>"))
+        if name == "tools":
+            rest = [turn for turn in turns if dict(*turn[2:]).get("role") != "tools"]
+            if chat_text(tokenizer, rest, False) == text:
+                notes.add(("not written", "tools"))
+        elif role != "<|assistant|>" and not writes(text, content):
+            notes.add(("not written", f"a turn of the {name}"))
+    return turns
+
+
+def check_answer(tokenizer, turns, text):
+    """Raise RowError if the template's text of turns lacks a part of their answer, the last turn."""
+    *before, answer = turns
+    message = dict(*answer[2:])
+    content = message.get("content")
+    if message and content and content.strip() not in text:
+        raise RowError(
+            "the chat template does not write the text of an answer with calls or thoughts"
+        )
+    parts = []
+    calls = message.get("tool_calls", [])
+    for number in range(len(calls)):
+        rest = {**message, "tool_calls": calls[:number] + calls[number + 1 :]}
+        parts.append(("tool_calls", (*answer[:2], rest)))
+    thoughts = next((name for name in message if name in THOUGHTS), None)
+    if thoughts:
+        parts.append((thoughts, without(answer, *THOUGHTS)))
+    for name, rest in parts:
+        if chat_text(tokenizer, [*before, rest], False) == text:
+            raise RowError(f"the chat template does not write {name!r} of an answer")
 
 
 def answered_text(tokenizer, turns):
@@ -1263,19 +1575,36 @@ def answered_text(tokenizer, turns):
     stop = stop_pattern(tokenizer).search(text, len(prompt))
     if stop is None or not text.startswith(prompt):
         raise RowError("the chat template does not write the answer as the model would")
+    check_answer(tokenizer, turns, text)
     return text[: stop.end()], len(prompt)
+
+
+def refuse_long(turns, tokens):
+    """Raise RowError for turns whose texts surely exceed so many tokens.
+
+    Encoding a text of megabytes takes long. No vocabulary has pieces of more than 1,024 bytes.
+    """
+    if sum(len(text) for _, text, *_ in turns) > 1024 * tokens:
+        raise RowError(f"more than TRAIN_SEQ_LEN={tokens} tokens")
+
+
+UNPACKED_BYTES = 1 << 26  # and 200 times a file's size: so much a .zst may unpack to
 
 
 def read_file(path):
     """Return the bytes of a file, decompressed if its name ends in .zst. Raises UserError."""
     try:
         with open(path, "rb") as file:
-            if path.endswith(".zst"):
-                decompressor = zstandard.ZstdDecompressor()
-                return decompressor.stream_reader(file, read_across_frames=True).read()
-            return file.read()
+            if not path.endswith(".zst"):
+                return file.read()
+            most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
+            decompressor = zstandard.ZstdDecompressor()
+            content = decompressor.stream_reader(file, read_across_frames=True).read(most + 1)
     except (OSError, zstandard.ZstdError) as error:
         raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
+    if len(content) > most:
+        raise UserError(f"{path}: unpacks to more than {most} bytes; must be less, or not packed")
+    return content
 
 
 def parse_line(line):
@@ -1288,35 +1617,84 @@ def parse_line(line):
         raise RowError("no JSON") from None
 
 
+def array_lines(content):
+    """Return the items of a JSON list, the bytes of each; what is no JSON to its end is one more."""
+    text = content.decode(errors="surrogateescape")
+    # Numbers stay texts, because Python refuses to convert those of 5,000 digits.
+    decoder = json.JSONDecoder(parse_int=str)
+    gap = re.compile(r"[\s,]*")
+    lines = []
+    place = gap.match(text, text.index("[") + 1).end()
+    while place < len(text) and text[place] != "]":
+        try:
+            _, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = len(text)
+        lines.append(text[place:end].encode(errors="surrogateescape"))
+        place = gap.match(text, end).end()
+    return lines
+
+
+def places(numbers):
+    """Return the numbers of rows as text: the first three."""
+    if len(numbers) == 1:
+        return f"(the first is row {numbers[0]})"
+    return f"(the first are rows {', '.join(map(str, numbers[:3]))})"
+
+
+def describe_rows(path, count, used, faults, twice, notes):
+    """Return the log's line of rows: how many were used, left out and not used as a whole."""
+    used = ", ".join(f"{number} {name}" for name, number in used.items()) or "none"
+    left_out = [f"{fault}: {len(rows)} {places(rows)}" for fault, rows in faults.items()]
+    parts = [f"{path}: {count} rows, used {used}; left out {'; '.join(left_out) or 'none'}"]
+    for kind in ("not used", "not written", "not learned"):
+        fields = [f"{name} {number}" for (one, name), number in notes.items() if one == kind]
+        if fields:
+            parts.append(f"{kind}: {', '.join(fields)}")
+    columns = [name for kind, name in notes if kind == "columns not read"]
+    if columns:
+        parts.append(f"columns not read: {', '.join(columns)}")
+    if twice:
+        parts.append(f"{len(twice)} stand twice {places(twice)}")
+    return "; ".join(parts)
+
+
 def parse_rows(path, rows, parse, log):
     """Return what `parse` makes of rows: dicts, or lines of JSON. Blank lines are skipped.
 
-    parse: function from a row to its format and an item; it raises RowError. Malformed rows are
-    left out, and the log counts them by fault. Raises UserError if no row is usable.
+    parse: function from a row, and a set that gets (kind, name) of what it does not use, to its
+    format and an item; it raises RowError. Malformed rows are left out, and the log counts them by
+    fault. Raises UserError if no row is usable.
     """
     items = []
     formats = collections.Counter()
     faults = {}  # fault -> numbers of the rows that have it
+    notes = collections.Counter()
+    known = set()  # hashes of rows
+    twice = []  # numbers of rows that are equal to an earlier one
+    count = 0
     for number, row in enumerate(rows, 1):
+        if isinstance(row, bytes) and not row.strip():
+            continue
+        count += 1
+        row_notes = set()
         try:
+            digest = hash(row if isinstance(row, bytes) else repr(row))
             if isinstance(row, bytes):
-                if not row.strip():
-                    continue
                 row = parse_line(row)
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
-            name, item = parse(row)
+            name, item = parse(row, row_notes)
         except (RowError, UserError) as error:  # a chat template refuses some conversations
             faults.setdefault(str(error), []).append(number)
             continue
+        if digest in known:
+            twice.append(number)
+        known.add(digest)
         formats[name] += 1
+        notes.update(sorted(row_notes))
         items.append(item)
-    used = ", ".join(f"{count} {name}" for name, count in formats.items()) or "none"
-    left_out = [
-        f"{fault}: {len(numbers)} (the first is row {numbers[0]})"
-        for fault, numbers in faults.items()
-    ]
-    report = f"{path}: {len(rows)} rows, used {used}; left out {'; '.join(left_out) or 'none'}"
+    report = describe_rows(path, count, formats, faults, twice, notes)
     if not items:
         raise UserError(f"{report}; must hold one usable row at least")
     log(f"data: {report}")
@@ -1328,9 +1706,10 @@ def read_rows(path, parse, log):
     # Some editors put a mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
     rows = content.rstrip().splitlines()
-    if content.lstrip().startswith(b"["):
-        with contextlib.suppress(RowError):  # otherwise these are lines, each of which is a list
-            rows = parse_line(content)
+    begin = content.lstrip()[:100]
+    # A line that is a list is no row: of `["text"]` and the like the lines are counted.
+    if re.match(rb"\[\s*[{\]]", begin) or begin.rstrip() == b"[":
+        rows = array_lines(content)
     return parse_rows(path, rows, parse, log)
 
 
@@ -1338,66 +1717,115 @@ def read_rows(path, parse, log):
 
 
 # === shared: conversations ===
-def row_turns(row):
-    """Return the format of a row and its turns, (role token, text); plain text is a turn without role.
+ANSWERS = ("completion", "response", "answer", "output")
+QUESTIONS = ("prompt", "question", "instruction", "query")
+CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
 
-    The assistant has a turn, and none of its turns is empty. Raises RowError.
+
+def history_turns(row, notes):
+    """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise RowError("field 'history' is no list")
+    if history and isinstance(history[0], dict):
+        return listed_turns(row, "history", notes)
+    turns = []
+    for pair in history:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError("field 'history' is no list of pairs")
+        texts = dict(zip(("question", "answer"), pair, strict=True))
+        turns += [
+            ("<|user|>", text_of(texts, "question")),
+            ("<|assistant|>", text_of(texts, "answer")),
+        ]
+    return turns
+
+
+def paired_turns(row, notes):
+    """Return the format, the turns and the fields of a row of a question and an answer. Raises RowError."""
+    name = "Alpaca" if row.get("instruction") is not None else "prompt/completion"
+    question = next((name for name in QUESTIONS if row.get(name) is not None), "input")
+    texts = [one for one in ("input", "context") if row.get(one) and question != one]
+    prompt = field_turns(row, "<|user|>", notes, question)
+    if texts and isinstance(row[question], str):
+        texts = [text_of(row, one) for one in (question, *texts) if row[one]]
+        prompt = [("<|user|>", "\n\n".join(texts))]
+    answers = ("output", "response", "completion", "answer") if name == "Alpaca" else ANSWERS
+    answer = field_turns(row, "<|assistant|>", notes, *answers)
+    turns = [*history_turns(row, notes), *prompt, *answer]
+    used = next(one for one in answers if row.get(one) is not None)
+    return name, turns, (question, used, "input", "context", "history")
+
+
+def row_turns(row, notes):
+    """Return the format of a row and its turns, (role token, text, …); plain text is a turn without role.
+
+    The assistant has a turn, and none of its turns is empty. Fields that are null are as good as
+    absent; notes get (kind, name) of those that are not used. Raises RowError.
     """
-    if "messages" in row:
-        name = "messages"
-        turns = listed_turns(row, "messages")
-    elif "conversations" in row:
-        name = "ShareGPT"
-        turns = listed_turns(row, "conversations")
-    elif "text" in row:
+    row = {name: value for name, value in row.items() if value is not None}
+    listed = next((name for name in CONVERSATIONS if name in row), None)
+    is_pair = {*QUESTIONS, "input"} & {*row} and {*ANSWERS} & {*row}
+    frame = ("system", "system_prompt", "tools", "functions")
+    if listed:
+        name = CONVERSATIONS[listed]
+        turns = leading_turns(row, listed_turns(row, listed, notes))
+        used = (listed, *frame)
+    elif "text" in row and not is_pair:
         name = "text"
         turns = [("", text_of(row, "text"))]
+        used = ("text",)
+    elif {*QUESTIONS} & {*row} or is_pair:
+        name, turns, used = paired_turns(row, notes)
+        turns = leading_turns(row, turns)
+        used += frame
     else:
-        if "instruction" in row:
-            name = "Alpaca"
-            parts = [text_of(row, field) for field in ("instruction", "input") if row.get(field)]
-            prompt = "\n\n".join(parts)
-            answer = text_of(row, "output")
-        elif "prompt" in row or "question" in row:
-            name = "prompt/completion"
-            prompt = text_of(row, "prompt", "question")
-            answer = text_of(row, "completion", "response", "answer")
-        else:
-            raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
-        turns = [("<|user|>", prompt), ("<|assistant|>", answer)]
-    answers = [text for role, text in turns if role in ("<|assistant|>", "")]
+        raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
+    note_fields(row, used, "", notes)
+    check_turns(turns, notes)
+    return name, turns
+
+
+def check_turns(turns, notes):
+    """Raise RowError unless an answer is to be learned, and none of these is empty."""
+    answers = [turn for turn in turns if turn[0] in ("<|assistant|>", "")]
     if not answers:
         raise RowError("no turn of the assistant")
-    if not all(answer.strip() for answer in answers):
+    learned = [turn for turn in answers if dict(*turn[2:]).get("train", True)]
+    if not learned:
+        raise RowError("no answer is to be learned")
+    if not all(text.strip() for _, text, *_ in learned):
         raise RowError("empty answer")
-    return name, turns
+    if any(dict(*turn[2:]).get("refusal") for turn in learned):
+        raise RowError("field 'refusal' of an answer, which is not written")
+    if turns[-1][0] not in ("<|assistant|>", ""):
+        notes.add(("not learned", "turns after the last answer"))
+    if turns[0][0] == "<|assistant|>":
+        notes.add(("not learned", "no turn before the first answer"))
 
 
 # === end: conversations ===
 
 
 # === shared: preferences ===
-def field_turns(row, name, role):
-    """Return the turns in a field: a list of messages, or a text, a turn of `role`."""
-    if isinstance(row.get(name), list):
-        return listed_turns(row, name)
-    return [(role, text_of(row, name))]
-
-
-def row_pair(row):
-    """Return the format of a row and (turns before the answers, chosen text, rejected text).
+def row_pair(row, notes):
+    """Return the format of a row and (turns before the answers, chosen turn, rejected turn).
 
     The row has `prompt`, `chosen` and `rejected`, each a text or a list of messages; without
     `prompt`, two conversations with the same turns before the last. Raises RowError.
     """
-    before = field_turns(row, "prompt", "<|user|>") if "prompt" in row else []
-    chosen = field_turns(row, "chosen", "<|assistant|>")
-    rejected = field_turns(row, "rejected", "<|assistant|>")
+    row = {name: value for name, value in row.items() if value is not None}
+    before = field_turns(row, "<|user|>", notes, "prompt") if "prompt" in row else []
+    chosen = field_turns(row, "<|assistant|>", notes, "chosen")
+    rejected = field_turns(row, "<|assistant|>", notes, "rejected")
     for turns in (chosen, rejected):
         if not turns or turns[-1][0] != "<|assistant|>":
             raise RowError("chosen or rejected does not end with the assistant's turn")
         if not turns[-1][1].strip():
             raise RowError("empty answer")
+        fields = dict(*turns[-1][2:])
+        if "refusal" in fields or not fields.get("train", True):
+            raise RowError("an answer with weight 0 or a refusal")
     if chosen[:-1] != rejected[:-1]:
         raise RowError("chosen and rejected differ before their last turn")
     if chosen == rejected:
@@ -1407,16 +1835,26 @@ def row_pair(row):
     before += chosen[:-1]
     if not before:
         raise RowError("missing field 'prompt'")
-    is_text = isinstance(row.get("prompt"), str)
+    known = "prompt chosen rejected margin system system_prompt tools functions".split()
+    note_fields(row, known, "", notes)
+    prompt = row.get("prompt")
+    is_text = isinstance(prompt, str)
+    # Perhaps the answers are texts that repeat it; perhaps these are its next words, as of `1` and `12`.
+    if is_text and all(turn[1].startswith(prompt) for turn in (chosen[-1], rejected[-1])):
+        notes.add(("not used", "a prompt with which chosen and rejected begin, too"))
     name = "prompt/chosen/rejected" if is_text else "messages"
-    return name, (before, chosen[-1][1], rejected[-1][1])
+    return name, (leading_turns(row, before), chosen[-1], rejected[-1])
 
 
 def answer_ids(tokenizer, before, answer):
-    """Return the ids of an answer to turns, with the token that ends it. Raises RowError."""
+    """Return the ids of an answer to turns, with the token that ends it. Raises RowError.
+
+    answer: its text, or its turn.
+    """
+    turn = ("<|assistant|>", answer) if isinstance(answer, str) else answer
     if "template" not in tokenizer.facts:
-        return [*tokenizer.encode(answer), tokenizer.roles.get("<|end|>", tokenizer.bos_id)]
-    text, begin = answered_text(tokenizer, [*before, ("<|assistant|>", answer)])
+        return [*tokenizer.encode(turn[1]), tokenizer.roles.get("<|end|>", tokenizer.bos_id)]
+    text, begin = answered_text(tokenizer, [*before, turn])
     return tokenizer.encode_marked(text[begin:])
 
 
@@ -3360,8 +3798,8 @@ def prompt_ids(tokenizer, turns, layout):
     In layout text the prompt is the bare text, in layout chat what asked_ids returns.
     """
     if layout == "chat":
-        return asked_ids(tokenizer, turns)
-    text = "\n".join(text for _, text in turns)
+        return asked_ids(tokenizer, fitted_turns(tokenizer, turns, set()))
+    text = "\n".join(text for _, text, *_ in turns)
     # An empty text goes on as the next one after BOS does.
     return [*begin_ids(tokenizer), *tokenizer.encode(text)] or [tokenizer.bos_id]
 
@@ -3534,7 +3972,8 @@ def rewards(model, conversations):
     not its first token.
     """
     rows = []
-    for *before, (_, answer) in conversations:
+    for conversation in conversations:
+        *before, answer = fitted_turns(model.tokenizer, conversation, set())
         first, *ids = asked_ids(model.tokenizer, before)
         ids += answer_ids(model.tokenizer, before, answer)
         rows.append([first, *ids[1 - model.context :]])
@@ -3550,10 +3989,11 @@ def answer_rows(model, turns, answers):
     An answer includes the token that ends it. A context that is too long loses its beginning, but
     not its BOS.
     """
-    prompt = asked_ids(model.tokenizer, turns)
     rows = []
-    for text in answers:
-        answer = answer_ids(model.tokenizer, turns, text)
+    for turn in answers:
+        *before, last = fitted_turns(model.tokenizer, [*turns, turn], set())
+        prompt = asked_ids(model.tokenizer, before)
+        answer = answer_ids(model.tokenizer, before, last)
         if len(answer) > model.context:
             raise RowError(f"answer longer than the context of {model.context} tokens")
         excess = max(0, len(prompt) + len(answer) - 1 - model.context)
@@ -3593,24 +4033,25 @@ def filled_text(row, *names):
     return text
 
 
-def row_text(row):
+def row_text(row, notes):
     """Return the document in a row."""
+    note_fields(row, ("text",), "", notes)
     return "text", filled_text(row, "text")
 
 
-def row_prompt(row):
+def row_prompt(row, notes):
     """Return the turns before the assistant's last answer, in any format, or a bare `prompt`."""
     if "chosen" in row:
-        name, (turns, _, _) = row_pair(row)
+        name, (turns, _, _) = row_pair(row, notes)
     elif isinstance(row.get("prompt"), str):
         name = "prompt"
         turns = [("<|user|>", text_of(row, "prompt"))]
     else:
-        name, turns = row_turns(row)
+        name, turns = row_turns(row, notes)
         while turns and turns[-1][0] != "<|assistant|>":
             turns.pop()
         turns = turns[:-1]
-    if not any(text.strip() for _, text in turns):
+    if not any(text.strip() for _, text, *_ in turns):
         raise RowError("no prompt")
     return name, turns
 
@@ -3667,8 +4108,8 @@ def read_questions(answering, path, settings, log):
     """
     needs_answer = settings.score in ("task", "win") and not settings.score_judge
 
-    def parse(row):
-        name, turns = row_prompt(row)
+    def parse(row, notes):
+        name, turns = row_prompt(row, notes)
         problem = None
         if needs_answer:
             prompt = filled_text(row, "prompt", "question")
@@ -3837,7 +4278,7 @@ def reward_margins(model, pairs):
     """Return by how much reward the chosen answer of each pair leads."""
     conversations = []
     for turns, *answers in pairs:
-        conversations += [[*turns, ("<|assistant|>", answer)] for answer in answers]
+        conversations += [[*turns, answer] for answer in answers]
     values = np.array(rewards(model, conversations))
     return values[::2] - values[1::2]
 
@@ -3850,9 +4291,10 @@ def score_preference(models, path, settings):
     """
     both = [model for model in (models.scored, models.other) if model]
 
-    def parse(row):
-        name, (turns, *answers) = row_pair(row)
+    def parse(row, notes):
+        name, (turns, *answers) = row_pair(row, notes)
         for model in both:
+            fitted_turns(model.tokenizer, [*turns, answers[0]], notes)
             answer_rows(model, turns, answers)  # or RowError
         return name, (turns, *answers)
 
@@ -3870,7 +4312,9 @@ def score_preference(models, path, settings):
         result[f"accuracy{name}"] = interval([float(value > 0) for value in values])
         result[f"margin{name}"] = interval(values.tolist(), share=False)
         result[f"ties{name}"] = values.tolist().count(0)
-    longer = [float(len(one.encode()) > len(two.encode())) for _, one, two in pairs]
+    longer = [
+        float(len(one.encode()) > len(two.encode())) for _, (_, one, *_), (_, two, *_) in pairs
+    ]
     return {**result, "chosen_longer": interval(longer), "n": len(pairs)}
 
 

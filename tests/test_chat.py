@@ -48,13 +48,15 @@ ROLES["gpt"] = "assistant"
 
 def test_rows_become_turns():
     for row, kind, prompt, answer in PAIRED:
-        assert S.row_turns(row) == (kind, [(USER, prompt), (ASSISTANT, answer)])
+        assert S.row_turns(row, set()) == (kind, [(USER, prompt), (ASSISTANT, answer)])
     row = {"messages": [said(text, role) for role, text in MESSAGES]}
-    assert S.row_turns(row) == ("messages", [(f"<|{role}|>", text) for role, text in MESSAGES])
+    assert S.row_turns(row, set()) == ("messages", [(f"<|{role}|>", text) for role, text in MESSAGES])
     row = {"conversations": [{"from": role, "value": text} for role, text in SHARED]}
     turns = [(f"<|{ROLES.get(role, role)}|>", text) for role, text in SHARED]
-    assert S.row_turns(row) == ("ShareGPT", turns)
-    assert S.row_turns({"text": "Once.\n"}) == ("text", [("", "Once.\n")])
+    for place in (3, 4):  # a chat template knows a tool's results by their own role
+        turns[place] += ({"content": turns[place][1], "role": "tool"},)
+    assert S.row_turns(row, set()) == ("ShareGPT", turns)
+    assert S.row_turns({"text": "Once.\n"}, set()) == ("text", [("", "Once.\n")])
 
 
 U, A = said("u", "user"), said("a")
@@ -78,13 +80,16 @@ PREFERENCES = [
 
 @pytest.mark.parametrize(("row", "kind", "before"), PREFERENCES)
 def test_rows_become_pairs(row, kind, before):
-    assert S.row_pair(row) == (kind, (before, "c", "r"))
+    assert S.row_pair(row, set()) == (kind, (before, (ASSISTANT, "c"), (ASSISTANT, "r")))
 
 
 # ---------------------------------------------------------------------------------------- malformed
 BAD_TURNS = {
-    "missing field 'output'": [b'{"instruction": "x"}', b'{"instruction": "x", "input": "y"}'],
-    "missing field 'completion' or 'response' or 'answer'": [b'{"prompt": "x"}'],
+    "missing field 'output' or 'response' or 'completion' or 'answer'": [b'{"instruction": "x"}', b'{"instruction": "x", "input": "y"}'],
+    "missing field 'completion' or 'response' or 'answer' or 'output'": [
+        b'{"prompt": "x"}',
+        b'{"prompt": "x", "completion": null}',
+    ],
     "missing field 'content' or 'value'": [b'{"messages": [{"role": "user"}]}'],
     "missing field 'role' or 'from'": [b'{"messages": [{"content": "x"}]}'],
     "empty answer": [
@@ -102,14 +107,8 @@ BAD_TURNS = {
         b'{"messages": "x"}',
         b'{"messages": [["user", "x"]]}',
     ],
-    "field 'completion' is no text": [
-        b'{"prompt": "x", "completion": 3}',
-        b'{"prompt": "x", "completion": null}',
-    ],
-    "field 'prompt' is no text": [
-        b'{"prompt": null, "completion": "x"}',
-        b'{"prompt": [], "completion": "x"}',
-    ],
+    "field 'completion' is no text": [b'{"prompt": "x", "completion": true}'],
+    "field 'prompt' is no text": [b'{"prompt": {}, "completion": "x"}'],
     "no known format, fields 'a, b'": [b'{"b": 1, "a": 2}'],
     "invalid UTF-8": [b'{"text": "caf\xe9"}', b"\xff\xfe"],
     "half a surrogate pair, which is no Unicode": [
@@ -123,7 +122,7 @@ BAD_PAIRS = {
     "missing field 'chosen'": [b'{"prompt": "x", "rejected": "y"}'],
     "missing field 'rejected'": [b'{"prompt": "x", "chosen": "y"}'],
     "missing field 'prompt'": [b'{"chosen": "x", "rejected": "y"}'],
-    "field 'prompt' is no text": [b'{"prompt": 3, "chosen": "x", "rejected": "y"}'],
+    "field 'prompt' is no text": [b'{"prompt": {"a": 3}, "chosen": "x", "rejected": "y"}'],
     "empty answer": [
         b'{"prompt": "x", "chosen": "", "rejected": "y"}',
         b'{"prompt": "x", "chosen": "y", "rejected": [{"role": "assistant", "content": " "}]}',
@@ -156,18 +155,23 @@ KINDS = [
 
 @pytest.mark.parametrize(("parse", "bad", "good"), KINDS, ids=["turns", "pairs"])
 def test_each_malformed_kind_is_counted_named_and_survived(parse, bad, good, tmp_path):
-    rows = [good]
+    """Blank lines are counted as lines, not as rows."""
+    rows = [b" ", good]
     expected = []
+    again = []  # numbers of the lines that are equal to the first
     for fault, lines in bad.items():
-        expected.append(f"{fault}: {len(lines)} (the first is row {len(rows) + 1})")
+        numbers = range(len(rows) + 1, len(rows) + 1 + len(lines))
+        expected.append(f"{fault}: {len(lines)} {S.places([*numbers])}")
         rows += [*lines, good]
+        again.append(len(rows))
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\r\n".join([*rows, b"", b"  "]))
     log = []
-    kind, item = parse(json.loads(good))
+    kind, item = parse(json.loads(good), set())
     count = len(bad) + 1
     assert S.read_rows(str(path), parse, log.append) == [item] * count
-    counts = f"{len(rows)} rows, used {count} {kind}; left out {'; '.join(expected)}"
+    counts = f"{len(rows) - 1} rows, used {count} {kind}; left out {'; '.join(expected)}"
+    counts += f"; {len(again)} stand twice (the first are rows {str(again[:3])[1:-1]})"
     assert log == [f"data: {path}: {counts}"]
     for fault, lines in bad.items():  # each alone
         for line in lines:

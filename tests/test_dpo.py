@@ -194,7 +194,7 @@ def test_wilsons_interval():
 
 # ------------------------------------------------------------------------------------------------- rows become pairs
 def parse(row):
-    return D.parse_pair(row, BYTES, settings(train_seq_len=64))
+    return D.parse_pair(row, set(), BYTES, settings(train_seq_len=64))
 
 
 def turn(role, text):
@@ -236,7 +236,7 @@ BAD = {  # what the log calls it -> a row, or a line
         side: [turn("user", text), turn("assistant", text)]
         for side, text in (("chosen", "c"), ("rejected", "d"))
     },
-    "field 'chosen' is no text": {**GOOD, "chosen": 3},
+    "field 'chosen' is no text": {**GOOD, "chosen": True},
 }
 
 
@@ -257,7 +257,7 @@ def test_each_malformed_row_is_counted_and_named(tmp_path):
         data, said = load(file)
         assert len({*data.train, *data.choice, *data.held_out}) == 60
         for at, kind in enumerate(BAD, 1):
-            assert f"{kind}: 2 (the first is row {at})" in said[0], kind
+            assert f"{kind}: 2 (the first are rows {at}, {at + len(BAD)})" in said[0], kind
         assert f"{60 + 2 * len(BAD)} rows, used 60 prompt/chosen/rejected" in said[0]
 
 

@@ -808,7 +808,7 @@ def test_rendered_conversations_have_the_ids_of_transformers(chats, name, talk):
     answer = sample.answer_ids(ours, turns[:2], turns[2][1]) if talk == "one answer" else None
     assert answer is None or answer == learned[0]
     row = dict(messages=messages(turns))
-    said_name, _ = S.parse_row(row, ours, S.Settings())
+    said_name, _ = S.parse_row(row, set(), ours, S.Settings())
     some = len(answers) > len(expected)
     assert said_name == ("messages (of 2 answers 1 learned)" if some else "messages")
 

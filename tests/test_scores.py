@@ -312,7 +312,7 @@ def plain_answer(net, turns, text):
 
 
 def plain_reward(net, turns):
-    *before, (_, answer) = turns
+    *before, answer = turns
     ids = [*S.asked_ids(BYTES, before), *S.answer_ids(BYTES, before, answer)]
     with torch.no_grad():
         return float(net.features(torch.tensor([ids]))[0, -1] @ net.w_value)
@@ -325,10 +325,10 @@ def test_preferences_by_hand(place, tmp_path, reference):
     scores = scored(place, "preference", path, **changes)
     margins = []
     for row in PAIRS:
-        turns, *texts = S.row_pair(row)[1]
+        turns, *texts = S.row_pair(row, set())[1]
         margin = np.zeros(2)
         for sign, name in ((1, "main"), (-reference, "other")):
-            one, two = [plain_answer(loaded(place, name), turns, text) for text in texts]
+            one, two = [plain_answer(loaded(place, name), turns, text) for _, text in texts]
             margin += sign * np.array([sum(one) - sum(two), np.mean(one) - np.mean(two)])
         margins.append(margin)
     for name, values in zip(("", "_per_token"), np.transpose(margins), strict=True):
@@ -355,7 +355,7 @@ def test_long_contexts_are_cut_and_long_answers_left_out(place, tmp_path, capsys
         263,
         262,
     ]  # with "yes" and its end, of which one is not read, 64
-    [row] = S.answer_rows(model_of(net), turns, ["yes"])
+    [row] = S.answer_rows(model_of(net), turns, [(ASSISTANT, "yes")])
     assert (row.context, row.answer) == (kept, [*ids_of("yes"), 263]) and row.is_cut
     margins = [
         sum(plain_logps(net, kept, row.answer))
@@ -385,8 +385,8 @@ def test_a_reward_model_prefers_by_its_value_head(place, tmp_path):
     net = loaded(place, "judge")
     margins = []
     for row in PAIRS:
-        turns, *texts = S.row_pair(row)[1]
-        one, two = [plain_reward(net, [*turns, (ASSISTANT, text)]) for text in texts]
+        turns, *texts = S.row_pair(row, set())[1]
+        one, two = [plain_reward(net, [*turns, turn]) for turn in texts]
         margins.append(one - two)
     assert scores["accuracy_reward"] == S.interval([float(value > 0) for value in margins])
     assert scores["margin_reward"] == normal_interval(margins)
@@ -464,7 +464,7 @@ def test_other_means_have_normal_intervals():
 # ------------------------------------------------------------------------------- rows and settings
 BAD = [
     (S.row_text, "missing field 'text'", ["{}"]),
-    (S.row_text, "field 'text' is no text", ['{"text": 3}']),
+    (S.row_text, "field 'text' is no text", ['{"text": true}']),
     (S.row_text, "empty text", ['{"text": " \\n"}']),
     (S.row_prompt, "no prompt", ['{"prompt": " "}', '{"text": "x"}']),
     (S.row_prompt, "no prompt", ['{"messages": [{"role": "assistant", "content": "x"}]}']),
@@ -477,15 +477,15 @@ GOOD = {S.row_text: {"text": "x"}, S.row_prompt: PAIRS[0]}
 def test_malformed_rows_are_counted_and_named(parse, fault, rows, tmp_path):
     log = []
     path = write(tmp_path, "rows.jsonl", *rows, GOOD[parse])
-    assert S.read_rows(path, parse, log.append) == [parse(GOOD[parse])[1]]
-    assert log[0].endswith(f"left out {fault}: {len(rows)} (the first is row 1)"), log
+    assert S.read_rows(path, parse, log.append) == [parse(GOOD[parse], set())[1]]
+    assert log[0].endswith(f"left out {fault}: {len(rows)} {S.places([1, 2][: len(rows)])}"), log
 
 
 def test_prompts_are_the_turns_before_the_last_answer():
     last = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "x"}]
-    assert S.row_prompt({"messages": MESSAGES + last}) == ("messages", TALK)
-    assert S.row_prompt({"instruction": "i", "output": "o"}) == ("Alpaca", [(USER, "i")])
-    assert S.row_prompt(PAIRS[1])[1] == TALK
+    assert S.row_prompt({"messages": MESSAGES + last}, set()) == ("messages", TALK)
+    assert S.row_prompt({"instruction": "i", "output": "o"}, set()) == ("Alpaca", [(USER, "i")])
+    assert S.row_prompt(PAIRS[1], set())[1] == TALK
 
 
 def test_a_score_reads_kernels_and_generation_does_not():

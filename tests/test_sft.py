@@ -46,7 +46,7 @@ def network(seed=0, layers="g a", dim=16, **changes):
 def row_of(*turns, room=64):
     """Return the Row of turns (role, text), or of a text, a turn with the role ""."""
     row = messages_of(*turns) if turns[0][0] else {"text": turns[0][1]}
-    return S.parse_row(row, BYTES, S.Settings(train_seq_len=room))[1]
+    return S.parse_row(row, set(), BYTES, S.Settings(train_seq_len=room))[1]
 
 
 def some_rows(count=9, seed=0, longest=16):
@@ -113,7 +113,7 @@ def test_ids_and_targets_by_hand(name, train_on):
     said, given_row, ids, targets = FORMATS[name]
     ids = spelt(ids)
     expected = spelt(targets) if train_on == "assistant" else ids[1:]
-    found, row = S.parse_row(given_row, BYTES, S.Settings(train_on=train_on))
+    found, row = S.parse_row(given_row, set(), BYTES, S.Settings(train_on=train_on))
     assert found == said and row.ids.tolist() == ids[:-1] and row.targets.tolist() == expected
     batch = one_batch([row])
     assert batch.ids.tolist() == [ids[:-1]] and batch.targets.tolist() == [expected]
@@ -159,9 +159,9 @@ def read(path, **changes):
 
 MALFORMED = [
     ("no known format, fields 'answers, ask'", {"ask": "a", "answers": "b"}),
-    ("missing field 'output'", {"instruction": "a"}),
-    ("missing field 'completion' or 'response' or 'answer'", {"prompt": "a"}),
-    ("field 'output' is no text", {"instruction": "a", "output": 5}),
+    ("missing field 'output' or 'response' or 'completion' or 'answer'", {"instruction": "a"}),
+    ("missing field 'completion' or 'response' or 'answer' or 'output'", {"prompt": "a"}),
+    ("field 'output' is no text", {"instruction": "a", "output": True}),
     ("field 'messages' is no list of messages", {"messages": ["a"]}),
     ("empty answer", {"prompt": "a", "completion": " \n"}),
     ("empty answer", {"text": ""}),
@@ -182,9 +182,10 @@ def test_every_malformed_row_is_counted_and_named(tmp_path):
     data, said = read(path)
     assert len({*data.train, *data.choice, *data.held_out}) == 40
     faults = collections.Counter(kind for kind, _ in MALFORMED)
-    first = {kind: 41 + [name for name, _ in MALFORMED].index(kind) for kind in faults}
+    names = [name for name, _ in MALFORMED]
     left = "; ".join(
-        f"{kind}: {count} (the first is row {first[kind]})" for kind, count in faults.items()
+        f"{kind}: {count} {S.places([*range(41 + names.index(kind), 41 + names.index(kind) + count)])}"
+        for kind, count in faults.items()
     )
     assert said[0] == f"data: {path}: 55 rows, used 40 prompt/completion; left out {left}"
 
