@@ -1431,12 +1431,10 @@ def leading_turns(row, turns):
 
 def without(turn, *names):
     """Return a turn without these fields of its message."""
-    role, text, *fields = turn
-    return (
-        role,
-        text,
-        *[{name: value for name, value in one.items() if name not in names} for one in fields],
-    )
+    message = dict(*turn[2:])
+    if not message:
+        return turn
+    return *turn[:2], {name: value for name, value in message.items() if name not in names}
 
 
 def turn_form(turn, null, is_text, tool_role):
@@ -1577,15 +1575,6 @@ def answered_text(tokenizer, turns):
         raise RowError("the chat template does not write the answer as the model would")
     check_answer(tokenizer, turns, text)
     return text[: stop.end()], len(prompt)
-
-
-def refuse_long(turns, tokens):
-    """Raise RowError for turns whose texts surely exceed so many tokens.
-
-    Encoding a text of megabytes takes long. No vocabulary has pieces of more than 1,024 bytes.
-    """
-    if sum(len(text) for _, text, *_ in turns) > 1024 * tokens:
-        raise RowError(f"more than TRAIN_SEQ_LEN={tokens} tokens")
 
 
 UNPACKED_BYTES = 1 << 26  # and 200 times a file's size: so much a .zst may unpack to

@@ -50,7 +50,10 @@ def test_rows_become_turns():
     for row, kind, prompt, answer in PAIRED:
         assert S.row_turns(row, set()) == (kind, [(USER, prompt), (ASSISTANT, answer)])
     row = {"messages": [said(text, role) for role, text in MESSAGES]}
-    assert S.row_turns(row, set()) == ("messages", [(f"<|{role}|>", text) for role, text in MESSAGES])
+    assert S.row_turns(row, set()) == (
+        "messages",
+        [(f"<|{role}|>", text) for role, text in MESSAGES],
+    )
     row = {"conversations": [{"from": role, "value": text} for role, text in SHARED]}
     turns = [(f"<|{ROLES.get(role, role)}|>", text) for role, text in SHARED]
     for place in (3, 4):  # a chat template knows a tool's results by their own role
@@ -85,7 +88,10 @@ def test_rows_become_pairs(row, kind, before):
 
 # ---------------------------------------------------------------------------------------- malformed
 BAD_TURNS = {
-    "missing field 'output' or 'response' or 'completion' or 'answer'": [b'{"instruction": "x"}', b'{"instruction": "x", "input": "y"}'],
+    "missing field 'output' or 'response' or 'completion' or 'answer'": [
+        b'{"instruction": "x"}',
+        b'{"instruction": "x", "input": "y"}',
+    ],
     "missing field 'completion' or 'response' or 'answer' or 'output'": [
         b'{"prompt": "x"}',
         b'{"prompt": "x", "completion": null}',
