@@ -556,11 +556,6 @@ def print_summary(folder, manifest):
             f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
             f"{size:,} bytes, {ratio:.4f} bytes per token (BOS not counted)"
         )
-        if size < part["decoded_bytes"]:
-            print(
-                f"warning: the tokens of {split} decode to {part['decoded_bytes']:,} bytes, more "
-                f"than their source has; scores divide by the {size:,} of the source"
-            )
     for name, bpb in manifest["yardsticks"].items():
         print(f"{name.removesuffix('_bpb')}: {bpb:.4f} bits per validation byte")
     print(f"validation documents that also stand in training: {manifest['overlap_documents']}")

@@ -5,10 +5,10 @@
     python data/prepare.py texts/ more.jsonl.zst --out data/mine
     python data/prepare.py train.jsonl --val val.jsonl --tokenizer some.model --out data/mine
 
-A source is a file or a folder. A line of a .jsonl or .jsonl.zst file is an object whose field
-`text` is a document. A .txt, .md or .py file is one document, and so is a file without extension.
-What a folder has beside these, or not in UTF-8, is skipped and named. Hidden files and folders are
-not searched.
+A source is a file or a folder. A line of a .jsonl file is an object whose field `text` (or --field)
+is a document. A .txt, .md or .py file is one document, and so is a file without extension. Each may
+be compressed, as .gz or .zst. Links are followed. What a folder has beside these is passed over and
+named with the reason: another kind, not UTF-8, hidden, a broken link, not readable.
 
 Exact and near duplicates are dropped. Documents are shuffled over all sources by a seed. OUT gets
 its files at the end, so that an interrupted or refused run leaves nothing that counts.
@@ -20,6 +20,7 @@ import argparse
 import base64
 import contextlib
 import functools
+import gzip
 import hashlib
 import io
 import itertools
@@ -34,7 +35,7 @@ import sys
 import sysconfig
 import unicodedata
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -561,11 +562,6 @@ def print_summary(folder, manifest):
             f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
             f"{size:,} bytes, {ratio:.4f} bytes per token (BOS not counted)"
         )
-        if size < part["decoded_bytes"]:
-            print(
-                f"warning: the tokens of {split} decode to {part['decoded_bytes']:,} bytes, more "
-                f"than their source has; scores divide by the {size:,} of the source"
-            )
     for name, bpb in manifest["yardsticks"].items():
         print(f"{name.removesuffix('_bpb')}: {bpb:.4f} bits per validation byte")
     print(f"validation documents that also stand in training: {manifest['overlap_documents']}")
@@ -641,9 +637,14 @@ def yardsticks(train, val, tokenizer, val_bytes):
 # === end: preparation ===
 
 
-LINES = (".jsonl", ".jsonl.zst")  # files of many documents
-ENDINGS = (*LINES, ".txt", ".md", ".py")  # what a folder is searched for, beside files without one
-NAMED = 20  # skipped files that are named; the others are only counted
+LINES = ".jsonl"  # files of many documents
+ENDINGS = (LINES, ".txt", ".md", ".py")  # what a folder is searched for, beside files without one
+PACKED = (".gz", ".zst")  # compressions that each of these may have
+NAMED = 20  # files passed over that are named for each reason; the others are only counted
+LINE_BYTES = 256_000_000  # a longer line of a .jsonl file is an error, because it stands in memory
+# A compressed file of more is an error: text takes a tenth of its size, a forged file a thousandth.
+UNPACKED_BYTES = 256_000_000
+UNPACKED_RATIO = 200
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 STDLIB_TESTS = {"test", "tests", "idle_test"}
 EMBEDDED_BYTES = 8_000_000  # of the standard library; its tests are taken only up to here
@@ -670,6 +671,7 @@ class Request:
     val_frac: float
     val_max_bytes: int  # 0: no limit
     seed: int
+    field: str  # of a row, which holds the text
 
     def identity(self):
         """Return what tells two requests apart, for the manifest. Every source is read once."""
@@ -681,6 +683,8 @@ class Request:
                 digest.update(f"{split} {name} {sha256}\n".encode())
         identity = {"format": 1, "name": self.name, "seed": self.seed}
         identity["sources_sha256"] = digest.hexdigest()
+        if self.field != "text":
+            identity["field"] = self.field
         if self.tokenizer:
             identity["tokenizer"] = open_tokenizer(self.tokenizer).sha256
         else:
@@ -689,51 +693,192 @@ class Request:
             identity |= {"val_frac": self.val_frac, "val_max_bytes": self.val_max_bytes}
         return identity
 
+    def all_sources(self):
+        """Return the files of training and validation."""
+        return {*self.sources, *self.val_sources}
+
     def has_one_document(self):
         """Return whether the sources are a single text file, which is split by its tail."""
-        files = [path.name for path in self.sources]
-        return not self.val_sources and len(files) == 1 and not files[0].endswith(LINES)
+        return (
+            not self.val_sources
+            and len(self.sources) == 1
+            and not any(map(has_lines, self.sources))
+        )
 
 
-def is_utf8(path):
-    """Return whether a text file decodes as UTF-8. Files of many documents are not read here."""
+def unpacked_name(path):
+    """Return a file's name in small letters, without the ending of a compression."""
+    name = path.name.lower()
+    return name.removesuffix(path.suffix.lower()) if name.endswith(PACKED) else name
+
+
+def has_lines(path):
+    """Return whether a file has many documents."""
+    return unpacked_name(path).endswith(LINES)
+
+
+def unpack_zstd(file):
+    """Yield the unpacked bytes of a zstd file, in parts. Raises EOFError if it ends too early."""
+    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # of zstd --long=31
+    frame = None
+    # Each read unpacks to at most 32,768 times its size.
+    while data := file.read(4096):
+        while data:
+            frame = frame or unpacker.decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame:
+        raise EOFError
+
+
+def unpack(path):
+    """Yield the unpacked bytes of a .gz or .zst file, in parts. Raises UserError."""
+    limit = UNPACKED_BYTES + UNPACKED_RATIO * path.stat().st_size
+    kind = "zstd" if path.suffix.lower() == ".zst" else "gzip"
+    total = 0
     try:
-        path.name.endswith(LINES) or path.read_bytes().decode()
+        with open(path, "rb") as file:
+            if kind == "zstd":
+                parts = unpack_zstd(file)
+            else:
+                parts = iter(functools.partial(gzip.GzipFile(fileobj=file).read, 1 << 20), b"")
+            for part in parts:
+                total += len(part)
+                if total > limit:
+                    raise UserError(
+                        f"source {path}: unpacks to over {UNPACKED_RATIO} times its size; unpack it "
+                        "first if that is right"
+                    )
+                yield part
+    except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as error:
+        raise UserError(
+            f"source {path}: damaged {kind} data ({str(error) or 'it ends early'})"
+        ) from None
+
+
+class PartReader(io.RawIOBase):
+    """A file to read, made of parts of bytes."""
+
+    def __init__(self, parts):
+        self.parts = parts
+        self.rest = memoryview(b"")
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        """Fill a part of the buffer; return the number of bytes, 0 at the end."""
+        while not self.rest:
+            part = next(self.parts, None)
+            if part is None:
+                return 0
+            self.rest = memoryview(part)
+        count = min(len(buffer), len(self.rest))
+        buffer[:count] = self.rest[:count]
+        self.rest = self.rest[count:]
+        return count
+
+
+def open_source(path):
+    """Return a source file for reading, as bytes, unpacked."""
+    if path.suffix.lower() in PACKED:
+        return io.BufferedReader(PartReader(unpack(path)), 1 << 20)
+    return open(path, "rb")
+
+
+def read_text(path):
+    """Return the text of a file that is one document. Raises UnicodeDecodeError."""
+    with open_source(path) as file:
+        return file.read().decode()  # text mode would change the line ends
+
+
+def text_fault(path):
+    """Return why a text file cannot be read, or "". Files of many documents are not read here."""
+    try:
+        if not has_lines(path):
+            read_text(path)
     except UnicodeDecodeError:
-        return False
-    return True
+        return "not UTF-8"
+    except OSError:
+        return "not readable"
+    return ""
+
+
+def walk(root, passed_over):
+    """Return the files in a folder, links followed; add the names of the others by reason."""
+    files = []
+    searched = set()
+
+    def pass_over(reason, path):
+        passed_over[reason].append(Path(os.path.relpath(path, root.parent)).as_posix())
+
+    def fail(error):
+        pass_over("not readable", error.filename)
+
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        place = os.path.realpath(folder)
+        if place in searched:
+            pass_over("links to a folder that is searched already", folder)
+            folders.clear()
+            continue
+        searched.add(place)
+        folders.sort()
+        for name in [*folders, *names]:
+            path = Path(folder, name)
+            if name.startswith("."):
+                pass_over("hidden", path)
+            elif name in names and path.is_file():
+                files.append(path)
+            elif name in names:
+                pass_over("broken links" if path.is_symlink() else "no regular files", path)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return sorted(files)
 
 
 def find_sources(arguments, only):
-    """Return file -> name in the manifest, in a fixed order, and the names of skipped files.
+    """Return file -> name in the manifest, in a fixed order, and reason -> names of files that are
+    passed over.
 
     only: the endings of file names that are taken from folders; none: the usual ones.
     """
     sources = {}
-    skipped = []
+    passed_over = defaultdict(list)
     for root in map(Path, arguments):
         if not root.exists():
             raise UserError(f"source {root}: no such file or folder")
-        endings = tuple(only) if root.is_dir() else ()
+        endings = tuple(ending.lower() for ending in only) if root.is_dir() else ()
+        reasons = defaultdict(list)
         found = {}
-        for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-            is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-            if is_hidden or not path.is_file():
-                continue
-            name = path.relative_to(root.parent).as_posix()
-            has_kind = path.name.endswith(endings or ENDINGS)
-            if not endings and "." not in path.name:
+        for path in walk(root, reasons) if root.is_dir() else [root]:
+            name = Path(os.path.relpath(path, root.parent)).as_posix()
+            has_kind = path.name.lower().endswith(endings or ENDINGS)
+            has_kind = has_kind or unpacked_name(path).endswith(endings or ENDINGS)
+            if not endings and "." not in unpacked_name(path):
                 has_kind = True
-            if has_kind and is_utf8(path):
-                found[path] = name
+            fault = text_fault(path) if has_kind else "of another kind"
+            if fault:
+                reasons[fault].append(name)
             else:
-                skipped.append(name)
+                found[path] = name
         if not found:
+            why = ", ".join(f"{len(names)} {reason}" for reason, names in reasons.items())
             raise UserError(
-                f"source {root}: no text in UTF-8 in it; read are {', '.join(endings or ENDINGS)}"
+                f"source {root}: no text in it ({why or 'no file'}); read are UTF-8 files "
+                f"{', '.join(endings or ENDINGS)}, also as .gz or .zst; make .jsonl of other kinds"
             )
         sources |= found
-    return sources, skipped
+        for reason, names in reasons.items():
+            passed_over[reason] += names
+    return sources, passed_over
+
+
+def print_passed_over(passed_over):
+    """Print reason -> names of files or rows that are not used."""
+    for reason, names in passed_over.items():
+        text = ", ".join(names[:NAMED]) + ", …" * (len(names) > NAMED)
+        print(f"passed over, {reason}: {len(names)} ({text})", flush=True)
 
 
 def find_stdlib():
@@ -746,7 +891,7 @@ def find_stdlib():
         is_test = not STDLIB_TESTS.isdisjoint(parts[path])
         if not NOT_STDLIB.isdisjoint(parts[path]) or (is_test and total >= EMBEDDED_BYTES):
             continue
-        if is_utf8(path):
+        if not text_fault(path):
             sources[path] = "/".join(["stdlib", *parts[path]])
             total += path.stat().st_size
     if total < 1_000_000:
@@ -758,28 +903,30 @@ def find_stdlib():
     return sources
 
 
-def read_documents(path):
-    """Yield the documents of a source file. Raises UserError that names file and line."""
-    if not path.name.endswith(LINES):
-        yield path.read_bytes().decode()  # text mode would change the line ends
+def read_documents(path, field):
+    """Yield the documents of a source file, and (line, row) for a row that has no text.
+
+    Raises UserError that names file and line.
+    """
+    if not has_lines(path):
+        yield read_text(path)
         return
-    number = 0
-    with open(path, "rb") as lines:
-        if path.suffix == ".zst":
-            unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # of zstd --long=31
-            lines = io.BufferedReader(unpacker.stream_reader(lines, read_across_frames=True))
-        try:
-            for number, line in enumerate(lines, 1):
-                row = json.loads(line) if line.strip() else {"text": ""}
-                if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                    raise UserError(
-                        f"source {path}, line {number}: no object with a text in `text`"
-                    )
-                yield row["text"]
-        except zstandard.ZstdError as error:
-            raise UserError(f"source {path}: damaged zstd data after line {number}") from error
-        except ValueError as error:
-            raise UserError(f"source {path}, line {number}: not JSON ({error})") from error
+    with open_source(path) as file:
+        for number, line in enumerate(iter(functools.partial(file.readline, LINE_BYTES), b""), 1):
+            where = f"source {path}, line {number}"
+            if len(line) == LINE_BYTES:
+                raise UserError(f"{where}: longer than {LINE_BYTES:,} bytes")
+            if not line.strip():
+                yield ""
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: no object; a line is an object with a text in `{field}`")
+            text = row.get(field)
+            yield text if isinstance(text, str) else (number, row)
 
 
 def split_tail(data, request):
@@ -794,7 +941,18 @@ def split_tail(data, request):
         cut = data.find(separator, len(data) - size) + 1
         if 0 < cut < len(data):
             return {"train": data[:cut], "val": data[cut:]}
-    raise UserError(f"one document, no line or word begins in its last {size} bytes; give --val")
+    # The last line or word of the document that is not all of it.
+    begin = max(data.rfind(separator, 0, len(data) - 1) for separator in (b"\n", b" ")) + 1
+    hint = "give --val"
+    if begin and not 0 < request.val_max_bytes < len(data) - begin + 1:
+        share = math.ceil(1000 * (len(data) - begin + 1) / len(data)) / 1000
+        hint = f"give --val-frac {min(share, 0.999)} or --val" if share < 1 else hint
+    raise UserError(f"one document, no line or word begins in its last {size} bytes; {hint}")
+
+
+def hash_share(data):
+    """Return a number from 0 to 1 that a document's SHA-256 decides."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
 
 
 def split_document(data, path, request):
@@ -806,8 +964,7 @@ def split_document(data, path, request):
         return split_tail(data, request)
     is_val = path in request.val_sources
     if not request.val_sources:
-        share = int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / 2**64
-        is_val = share < request.val_frac
+        is_val = hash_share(data) < request.val_frac
     return {"val" if is_val else "train": data}
 
 
@@ -830,6 +987,30 @@ def read_records(paths):
     return sorted(records)
 
 
+def spool_file(path, request, files, counts):
+    """Write the documents of a source file to `files`, of spool; return its rows without a text."""
+    rows_without = []
+    for text in read_documents(path, request.field):
+        counts["documents"] += 1
+        if isinstance(text, tuple):
+            counts["no_text"] += 1
+            rows_without.append(text)
+            continue
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:  # a lone surrogate from a JSON escape has no bytes
+            counts["not_lossless"] += 1
+            continue
+        if not text.strip():
+            counts["empty"] += 1
+            continue
+        for split, part in split_document(data, path, request).items():
+            digest = hashlib.sha256(part).digest()
+            key = hashlib.sha256(b"%d:" % request.seed + digest).digest()
+            write_record(files[f"{split}_{key[0] * BUCKETS >> 8:02d}"], key, part)
+    return rows_without
+
+
 def spool(request, work):
     """Write every document to spool/SIDE_NN, the bucket by its key. Return the counts."""
     (work / "spool").mkdir()
@@ -837,24 +1018,24 @@ def spool(request, work):
     for split, bucket in itertools.product(("train", "val"), range(BUCKETS)):
         name = f"{split}_{bucket:02d}"
         files[name] = open(work / "spool" / name, "wb")
-    counts = Counter(documents=0, empty=0, not_lossless=0)
-    for path in [*request.val_sources, *request.sources]:
-        for text in read_documents(path):
-            counts["documents"] += 1
-            try:
-                data = text.encode()
-            except UnicodeEncodeError:  # a lone surrogate from a JSON escape has no bytes
-                counts["not_lossless"] += 1
-                continue
-            if not text.strip():
-                counts["empty"] += 1
-                continue
-            for split, part in split_document(data, path, request).items():
-                digest = hashlib.sha256(part).digest()
-                key = hashlib.sha256(b"%d:" % request.seed + digest).digest()
-                write_record(files[f"{split}_{key[0] * BUCKETS >> 8:02d}"], key, part)
+    counts = Counter(documents=0, empty=0, not_lossless=0, no_text=0)
+    without = f"no text in `{request.field}`"
+    rows = []
+    field_names = Counter()
+    for path, name in (request.val_sources | request.sources).items():
+        for number, row in spool_file(path, request, files, counts):
+            rows.append(f"{name} line {number}")
+            if len(rows) <= NAMED:
+                field_names.update(key for key, value in row.items() if isinstance(value, str))
     for file in files.values():
         file.close()
+    print_passed_over({f"rows with {without}": rows} if rows else {})
+    if rows and len(rows) == counts["documents"] - counts["empty"]:
+        texts = " or ".join(f"--field {name}" for name, _ in field_names.most_common(3))
+        raise UserError(
+            f"source {rows[0]}: {without}, as in all {len(rows)} rows; "
+            f"must be {texts or '--field NAME of a field that holds text'}"
+        )
     # The two parts of a single document count as two.
     counts["documents"] += request.has_one_document()
     return counts
@@ -942,6 +1123,15 @@ def take_validation(request, work):
     return documents
 
 
+def first_validation(work):
+    """Return the options by which the fewest documents validate, as text; "" if all would."""
+    documents = read_records(sorted(work.glob("spool/*")))
+    if len(documents) < 2:
+        return ""
+    share, size = min((hash_share(data), len(data)) for _, data in documents)
+    return f"must be --val-frac {math.ceil(share * 1e4 + 1e-6) / 1e4} --val-max-bytes {size}, "
+
+
 def select(request, work, counts, workers):
     """Write the documents to keep, in order, to kept/train_NN and kept/val_00; complete the counts.
 
@@ -953,8 +1143,9 @@ def select(request, work, counts, workers):
     val = take_validation(request, work)
     if not val:
         raise UserError(
-            f"no validation document among {counts['documents']} documents; raise --val-frac "
-            f"{request.val_frac} and --val-max-bytes {request.val_max_bytes}, or give --val"
+            f"no validation document among {counts['documents']} documents with --val-frac "
+            f"{request.val_frac} and --val-max-bytes {request.val_max_bytes}; "
+            f"{first_validation(work)}or give --val"
         )
     coverage = Coverage(val, work / "index.npy")
     val_keys = {key for key, _ in val}
@@ -979,7 +1170,7 @@ def select(request, work, counts, workers):
             write_record(file, *val[i])
 
     counts["exact_duplicates"] = counts["documents"] - distinct
-    counts["exact_duplicates"] -= counts["empty"] + counts["not_lossless"]
+    counts["exact_duplicates"] -= counts["empty"] + counts["not_lossless"] + counts["no_text"]
     counts["near_duplicates"] = distinct - train_documents - int(is_kept.sum())
     for split, count in (("training", train_documents), ("validation", is_kept.sum())):
         if not count:
@@ -1028,10 +1219,14 @@ def train_tokenizer(work, vocab_size):
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())[-160:]
+        # SentencePiece says "Vocabulary size too high (9). Please set it to a value <= 7." or
+        # "Vocabulary size is smaller than required_chars. 7 vs 9."
+        reason = "no such tokenizer from this text"
+        for pattern, limit in ((r"value <= (\d+)", "most"), (r"\d+ vs (\d+)", "least")):
+            for number in re.findall(pattern, str(error)):
+                reason = f"must be at {limit} {number} for this text"
         raise UserError(
-            f"--vocab-size {vocab_size}: no such tokenizer from this text; give another, more "
-            f"text, or --tokenizer bytes ({reason})"
+            f"--vocab-size {vocab_size}: {reason}; or give more text, or --tokenizer bytes"
         ) from error
     path = work / "tokenizer.model"
     path.write_bytes(model.getvalue())
@@ -1058,6 +1253,7 @@ def tokenize(tokenizer_file, lossless, path):
         if not decoded or (lossless and decoded != text):
             counts["not_lossless"] += 1
             continue
+        counts["changed"] += decoded != text
         tokens.append(np.array([tokenizer.bos_id, *ids], dtype="<u4"))
         counts.update(documents=1, source_bytes=len(text), decoded_bytes=len(decoded))
     return np.concatenate(tokens), counts
@@ -1080,7 +1276,7 @@ def write_split(stem, parts, vocab_size):
     A document may go on in the next shard. `parts` yields what `tokenize` returns.
     """
     shards = []
-    counts = Counter(documents=0, source_bytes=0, decoded_bytes=0, not_lossless=0)
+    counts = Counter(documents=0, source_bytes=0, decoded_bytes=0, not_lossless=0, changed=0)
     waiting = np.empty(0, dtype="<u2")
 
     def write(tokens):
@@ -1102,6 +1298,16 @@ def write_split(stem, parts, vocab_size):
             "exactly; use another tokenizer or text"
         )
     return {"shards": shards, "tokens": sum(shard["tokens"] for shard in shards), **counts}
+
+
+def print_changes(split, part):
+    """Warn that a tokenizer does not give its text back, and say by which bytes scores divide."""
+    source, decoded = (f"{part[name]:,}" for name in ("source_bytes", "decoded_bytes"))
+    print(
+        f"warning: the tokenizer changes the text of {split}: {source} bytes become {decoded}; "
+        f"scores divide by the smaller number, and answers come in changed text",
+        flush=True,
+    )
 
 
 def build(request, work, workers):
@@ -1134,10 +1340,14 @@ def build(request, work, workers):
         parts = run_jobs(workers, job, sorted(work.glob(f"kept/{split}_*")))
         part = write_split(result / f"{request.name}_{split}", parts, tokenizer.vocab_size)
         counts["not_lossless"] += part.pop("not_lossless")
+        if part.pop("changed"):
+            print_changes(split, part)
         manifest[split] = part
     if request.has_one_document():
         manifest["split"] = "tail"  # of the only document; a split by hash has no such line
-    kinds = ("exact_duplicates", "near_duplicates", "not_lossless", "empty")
+    kinds = ["exact_duplicates", "near_duplicates", "not_lossless", "empty"]
+    if counts["no_text"]:
+        kinds.append("no_text")
     manifest |= {
         "overlap_documents": 0,
         "dropped": {kind: counts[kind] for kind in kinds},
@@ -1175,6 +1385,8 @@ def prepare(request, out, workers):
             os.replace(path, out / path.name)
         write_manifest(out, manifest)
     except OSError as error:
+        if Path(error.filename or "") in request.all_sources():
+            raise UserError(f"source {error.filename}: cannot be read ({error})") from error
         raise UserError(f"--out {out}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -1195,6 +1407,7 @@ def parse_arguments(arguments):
     option("--tokenizer", default="", help=".model file, tiktoken name or file, or `bytes`")
     option("--val-frac", type=float, default=0.05, help="share of text for validation (0.05)")
     option("--val-max-bytes", type=int, help=f"most validation bytes, 0: no limit ({VAL_BYTES:,})")
+    option("--field", default="text", help="of a .jsonl row, which holds the document (text)")
     option("--seed", type=int, default=0, help="of the document order (0)")
     option("--name", help="first part of the shards' names (text; embedded without SOURCE)")
     option("--workers", type=int, help="processes (all cores)")
@@ -1204,6 +1417,8 @@ def parse_arguments(arguments):
     limit_is_right = limit is None or (limit >= 0 and not args.val)
     for name, value, is_right, expected in (
         ("--val-frac", args.val_frac, 0 < args.val_frac < 1, "a number between 0 and 1"),
+        ("--vocab-size", args.vocab_size, args.vocab_size > 0, "1 or more"),
+        ("--workers", args.workers, args.workers is None or args.workers > 0, "1 or more"),
         ("--val-max-bytes", limit, limit_is_right, "0 or more, and no --val beside it"),
         ("--name", args.name, name_is_right, "letters, digits, . and -"),
         ("--val", args.val, args.sources or not args.val, "a SOURCE of training text beside it"),
@@ -1217,19 +1432,21 @@ def run(arguments=None):
     """Run the command. Raises UserError for mistakes of the user."""
     args = parse_arguments(arguments)
     if args.sources:
-        sources, skipped = find_sources(args.sources, args.only)
+        sources, passed_over = find_sources(args.sources, args.only)
         name = args.name or "text"
         limit = VAL_BYTES
     else:
         sources = find_stdlib()
-        skipped = []
+        passed_over = {}
         name = args.name or "embedded"
         limit = EMBEDDED_VAL_BYTES
-    val_sources, val_skipped = find_sources(args.val, args.only)
-    skipped += val_skipped
-    if skipped:
-        names = ", ".join(skipped[:NAMED]) + ", …" * (len(skipped) > NAMED)
-        print(f"skipped {len(skipped)} files, of another kind or not UTF-8: {names}", flush=True)
+    val_sources, val_passed_over = find_sources(args.val, args.only)
+    print_passed_over(passed_over)
+    print_passed_over(val_passed_over)
+    if args.field != "text" and not any(map(has_lines, [*sources, *val_sources])):
+        raise UserError(
+            f"--field {args.field}: expected a source of .jsonl, whose rows have fields"
+        )
     if args.val_max_bytes is not None:
         limit = args.val_max_bytes
     request = Request(
@@ -1241,6 +1458,7 @@ def run(arguments=None):
         val_frac=args.val_frac,
         val_max_bytes=limit,
         seed=args.seed,
+        field=args.field,
     )
     out = args.out or Path(os.path.relpath(Path(__file__).resolve().parent / name))
     manifest = prepare(request, out, args.workers or os.cpu_count())
@@ -1248,8 +1466,6 @@ def run(arguments=None):
         print(
             f"one document: its last {manifest['val']['source_bytes']:,} bytes are the validation"
         )
-    if not manifest["lossless"]:
-        print("the tokenizer changes its text: scores count decoded bytes, not source bytes")
     print("dropped: " + ", ".join(f"{n:,} {kind}" for kind, n in manifest["dropped"].items()))
     print_summary(out, manifest)
 

@@ -1,10 +1,13 @@
 """data/prepare.py: splits, duplicates, tokenizers, shards, manifests, restarts, errors."""
 
+import gzip
 import hashlib
 import json
 import lzma
 import math
+import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -13,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from test_data import HARD_TEXTS, fake_encoding, tokenized
+from test_data import HARD_TEXTS, NO_SPACE, fake_encoding, tokenized, train_model
 
 from conftest import ROOT, environment, load_script, refusal, start
 
@@ -57,7 +60,7 @@ def run(*arguments):
 
 def refuses(message, *arguments):
     arguments = [str(argument) for argument in (*arguments, "--workers", 1)]
-    refusal(prepare.UserError, message, prepare.run, arguments)
+    return refusal(prepare.UserError, message, prepare.run, arguments)
 
 
 def prepared(folder, texts, *options):
@@ -243,7 +246,8 @@ def test_workers_do_not_change_a_byte(medium, tmp_path):
 def test_a_refusal_leaves_nothing(tmp_path, monkeypatch):
     source, out = write_jsonl(tmp_path / "a.jsonl", [words(i) for i in range(40)]), tmp_path / "out"
     request = (source, "--out", out, "--val-frac", 0.3)
-    refuses("--vocab-size 60000: no such tokenizer from this text", *request, "--vocab-size", 60000)
+    message = r"^--vocab-size 60000: must be at most (\d+) for this text; or give more text"
+    refuses(message, *request, "--vocab-size", 60000)
     assert not out.exists()
     monkeypatch.setattr(prepare, "count_overlap", lambda *streams: 2)
     refuses("2 validation documents stand in training, expected 0", *request, "--vocab-size", 400)
@@ -285,6 +289,13 @@ def test_a_single_document_is_split_by_its_tail(tmp_path, capsys):
     refuses(message, tmp_path / "solid.txt", "--out", tmp_path / "c", *BYTES)
 
 
+def passed_over(capsys):
+    """The lines on what was passed over."""
+    lines = capsys.readouterr().out.splitlines()
+    start = "passed over, "
+    return [line.removeprefix(start) for line in lines if line.startswith(start)]
+
+
 def test_folders_take_text_and_name_what_they_skip(tmp_path, capsys):
     folder = tmp_path / "in"
     names = ["LICENSE", "a.txt", "b.md", "deep/c.py"]
@@ -299,17 +310,19 @@ def test_folders_take_text_and_name_what_they_skip(tmp_path, capsys):
     assert sorted(documents(tmp_path / "out", "train")) == encoded(map(words, range(4)))
     files = [f"in/{name}" for name in sorted([*names, "d.jsonl"])]
     assert manifest["source_files"] == [*files, "v.jsonl"]
-    skipped = "skipped {} files, of another kind or not UTF-8: {}\n"
-    line = skipped.format(3, "in/binary, in/e.rst, in/latin.txt")
-    assert capsys.readouterr().out.startswith(line)
+    assert passed_over(capsys) == [
+        "hidden: 2 (in/.git, in/deep/.hidden)",
+        "not UTF-8: 2 (in/binary, in/latin.txt)",
+        "of another kind: 1 (in/e.rst)",
+    ]
     for i in range(30):
         (folder / f"{i:02d}.png").touch()
     manifest = run(*request, "--out", tmp_path / "only", "--only", ".md", ".py")
     assert manifest["source_files"] == ["in/b.md", "in/deep/c.py", "v.jsonl"]
     capsys.readouterr()
     run(*request, "--out", tmp_path / "many")
-    line = skipped.format(33, ", ".join(f"in/{i:02d}.png" for i in range(20)) + ", …")
-    assert capsys.readouterr().out.startswith(line)
+    names = ", ".join(f"in/{i:02d}.png" for i in range(20)) + ", …"
+    assert passed_over(capsys)[1] == f"of another kind: 31 ({names})"
 
 
 def test_finished_and_foreign_folders(tmp_path, capsys):
@@ -332,28 +345,173 @@ GOOD = (json.dumps({"text": words(0)}) + "\n").encode()
 PACKED = zstandard.ZstdCompressor().compress(GOOD * 99)
 SOURCES = [
     ("none.txt", None, "source .*none.txt: no such file or folder"),
-    ("a.csv", b"a,b", r"source .*a\.csv: no text in UTF-8 in it; read are \.jsonl, \.jsonl\.zst, "),
+    (
+        "a.csv",
+        b"a,b",
+        r"source .*a\.csv: no text in it \(1 of another kind\); read are UTF-8 files \.jsonl, ",
+    ),
     ("b.jsonl", GOOD + b"{oops\n", r"b\.jsonl, line 2: not JSON"),
-    ("c.jsonl", GOOD + b'{"body": 1}\n', r"c\.jsonl, line 2: no object with a text in `text`"),
+    ("c.jsonl", b'{"body": "a", "n": 1}\n', r"source c\.jsonl line 1: .* must be --field body$"),
+    ("c.jsonl", b'{"body": 1}\n', r"must be --field NAME of a field that holds text$"),
+    ("d.jsonl", b"[" * 99999, r"d\.jsonl, line 1: not JSON"),
     ("d.jsonl", b"[1]\n", r"d\.jsonl, line 1: no object"),
     ("e.jsonl", b'{"text": "\xff"}\n', r"e\.jsonl, line 1: not JSON"),
-    ("f.txt", b"abc\xffdef", r"f\.txt: no text in UTF-8"),
+    ("f.txt", b"abc\xffdef", r"f\.txt: no text in it \(1 not UTF-8\)"),
     ("g.jsonl.zst", b"this is no zstd", r"g\.jsonl\.zst: damaged zstd data"),
+    ("g.jsonl.zst", PACKED[:-9], r"g\.jsonl\.zst: damaged zstd data \(it ends early\)"),
+    ("g.jsonl.gz", gzip.compress(GOOD)[:-9], r"g\.jsonl\.gz: damaged gzip data"),
+    ("g.txt.GZ", b"no gzip", r"g\.txt\.GZ: damaged gzip data"),
+    ("g.txt.gz", gzip.compress(bytes(10**6)), r"g\.txt\.gz: unpacks to over 200 times its size"),
+    ("g.jsonl.zst", zstandard.compress(bytes(10**8)), r"zst: unpacks to over 200 times its size"),
     ("h.jsonl.zst", PACKED[:8] + b"\x00\xff" + PACKED[10:], r"h\.jsonl\.zst: damaged zstd data"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), SOURCES)
-def test_source_errors(tmp_path, name, content, message):
+def test_source_errors(tmp_path, monkeypatch, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(prepare, "UNPACKED_BYTES", 1000)
     refuses(message, tmp_path / name, "--out", tmp_path / "out", *BYTES)
+
+
+def test_rows_without_a_text_are_counted_and_named(tmp_path, capsys):
+    """One file of another field does not stop a folder."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [words(i) for i in range(40)])
+    rows = [{"text": None}, {"text": 5}, {"text": words(50)}, {"body": "x"}]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "b.jsonl").write_text("".join(lines))
+    (folder / "c.jsonl").write_text(json.dumps({"content": words(60)}) + "\n")
+    options = (*BYTES, "--val-frac", 0.3)
+    manifest = run(folder, "--out", tmp_path / "out", *options)
+    names = "in/b.jsonl line 1, in/b.jsonl line 2, in/b.jsonl line 4, in/c.jsonl line 1"
+    assert passed_over(capsys) == [f"rows with no text in `text`: 4 ({names})"]
+    assert manifest["dropped"]["no_text"] == 4 and manifest["dropped"]["exact_duplicates"] == 0
+    found = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")
+    assert sorted(found) == encoded([*map(words, range(40)), words(50)])
+
+
+def test_another_field_and_compressions(tmp_path, capsys):
+    texts = [words(i) for i in range(40)]
+    lines = "".join(json.dumps({"content": text}) + "\n" for text in texts)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    raw = "\ufeff" + lines  # as Windows writes it
+    (folder / "a.JSONL").write_text(raw, encoding="utf-8")
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()) * 2)  # two members
+    (folder / "c.Jsonl.ZST").write_bytes(zstandard.compress(lines.encode()) * 2)
+    (folder / "d.TXT.gz").write_bytes(gzip.compress(words(50).encode()))
+    (folder / "LICENSE.zst").write_bytes(zstandard.compress(words(51).encode()))
+    (folder / "e.gz").write_bytes(gzip.compress(words(52).encode()))
+    options = ("--val-frac", 0.3, *BYTES, "--field", "content")
+    manifest = run(folder, "--out", tmp_path / "out", *options)
+    assert manifest["dropped"]["exact_duplicates"] == 4 * 40 and passed_over(capsys) == []
+    found = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")
+    assert sorted(found) == encoded([*texts, words(50), words(51), words(52)])
+    assert len(manifest["source_files"]) == 6
+    only = run(folder, "--out", tmp_path / "only", *options, "--only", ".jsonl")
+    assert len(only["source_files"]) == 3
+    message = "^--field content: expected a source of .jsonl, whose rows have fields$"
+    refuses(message, folder / "d.TXT.gz", "--out", tmp_path / "no", *options)
+
+
+def test_links_are_followed_and_what_cannot_be_read_is_named(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "in"
+    (folder / "x.txt" / "deep").mkdir(parents=True)  # a folder's name is no kind
+    (tmp_path / "elsewhere").mkdir()
+    for number, name in enumerate(["in/a.txt", "in/x.txt/deep/b.txt", "elsewhere/c.txt"]):
+        (tmp_path / name).write_text(words(number))
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "linked.txt").symlink_to(tmp_path / "elsewhere" / "c.txt")
+    (folder / "loop").symlink_to(folder)
+    (folder / "none.txt").symlink_to(tmp_path / "none")
+    (folder / "shut").mkdir()
+    (folder / "shut.txt").write_text("x")
+    os.mkfifo(folder / "pipe.txt")
+    scan, read = os.scandir, prepare.read_text
+
+    def refuse(path):
+        if isinstance(path, Path | str) and Path(path).name.startswith("shut"):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    # A test as root could read all of it.
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scan(path))
+    monkeypatch.setattr(prepare, "read_text", lambda path: refuse(path) or read(path))
+    val = write_jsonl(tmp_path / "v.jsonl", [words(9)])
+    manifest = run(folder, "--val", val, "--out", tmp_path / "out", *BYTES)
+    names = ["a.txt", "linked.txt", "linked/c.txt", "x.txt/deep/b.txt"]
+    files = [f"in/{name}" for name in names]
+    assert sorted(manifest["source_files"]) == sorted([*files, "v.jsonl"])
+    assert sorted(passed_over(capsys)) == [
+        "broken links: 1 (in/none.txt)",
+        "links to a folder that is searched already: 1 (in/loop)",
+        "no regular files: 1 (in/pipe.txt)",
+        "not readable: 2 (in/shut, in/shut.txt)",
+    ]
+    assert sorted(documents(tmp_path / "out", "train")) == encoded(map(words, range(3)))
+    refuses("shut.txt: no text in it \\(1 not readable", folder / "shut.txt", "--out", "x", *BYTES)
+
+
+def test_a_tokenizer_that_changes_the_text_is_said(tmp_path, capsys):
+    lines = ["thecat", "sat", "onthe", "matandhat"] * 9
+    model = train_model(tmp_path / "spaceless.model", lines=lines, **NO_SPACE)
+    texts = [words(i) for i in range(40)]
+    out, manifest = prepared(tmp_path, texts, "--tokenizer", model, "--val-frac", 0.3)
+    shown = capsys.readouterr().out
+    for split in ("train", "val"):
+        part = manifest[split]
+        assert part["decoded_bytes"] == sum(map(len, documents(out, split))) > part["source_bytes"]
+        sizes = f"{part['source_bytes']:,} bytes become {part['decoded_bytes']:,}; scores divide"
+        assert f"warning: the tokenizer changes the text of {split}: {sizes}" in shown
+        assert f"{part['source_bytes']:,} bytes, " in shown
+    val = [text for text in texts if sha256(text.encode()) < bytes([77] * 32)]
+    size = len(lzma.compress("".join(val).encode(), preset=9))
+    assert manifest["yardsticks"]["xz_bpb"] * manifest["val"]["source_bytes"] / 8 > size
+
+
+TINY = [
+    ("hello world", "--val-frac 0.546 or --val"),
+    ("hello", "give --val"),
+    ("one line of text\n", "--val-frac 0.353 or --val"),
+    ("first\nsecond line is longer than the first one is", "--val-frac 0.062 or --val"),
+]
+
+
+@pytest.mark.parametrize(("text", "hint"), TINY)
+def test_a_tiny_text_is_refused_with_a_value_that_works(tmp_path, text, hint):
+    (tmp_path / "tiny.txt").write_text(text)
+    request = (tmp_path / "tiny.txt", "--out", tmp_path / "out", *BYTES)
+    refuses(f"in its last . bytes; (give )?{hint}$", *request)
+    share = re.findall(r"--val-frac (\S+)", hint)
+    if share:
+        run(*request, "--val-frac", *share)
+        train, val = (documents(tmp_path / "out", split)[0] for split in ("train", "val"))
+        assert train + val == text.encode() and len(val.split()) == 1
+
+
+def test_few_documents_are_refused_with_values_that_work(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [words(i, 25) for i in range(5, 10)])
+    request = (source, "--out", tmp_path / "out")
+    message = "^no validation document among 5 documents .*; must be (.*), or give --val$"
+    line = refuses(message, *request)
+    options = re.match(message, line)[1].split()
+    line = refuses("^--vocab-size 1024: must be at most", *request, *options)
+    size = re.search(r"most (\d+)", line)[1]
+    manifest = run(*request, *options, "--vocab-size", size)
+    assert (manifest["val"]["documents"], manifest["train"]["documents"]) == (1, 4)
+    request = (source, "--out", tmp_path / "b", *options)
+    line = refuses("^--vocab-size 9: must be at least", *request, "--vocab-size", 9)
+    size = re.search(r"least (\d+)", line)[1]
+    assert run(*request, "--vocab-size", size)["tokenizer"]["vocab_size"] == int(size)
 
 
 OPTIONS = [
     ("--val-frac 1.5", "--val-frac 1.5: expected a number between 0 and 1"),
     ("--val-max-bytes -1", "--val-max-bytes -1: expected 0 or more"),
     ("--name a_b", "--name a_b: expected"),
+    ("--vocab-size 0", "--vocab-size 0: expected 1 or more"),
     ("--val a.jsonl --val-max-bytes 5", "--val-max-bytes 5: expected 0 or more, and no --val"),
     ("--tokenizer no.model", "tokenizer .*no.model: .*No such file"),
     ("--val-frac 1e-9 --name x", "no validation document among 3 documents"),
