@@ -1792,11 +1792,18 @@ def rms_norm(x, eps=0.0):
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
+# Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
+NORMS = ("rms", "rms_weight", "rms_offset", "layer")
+MLPS = ("relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft")
+
+
 class Norm(nn.Module):
     """One of NORMS: RMSNorm, plain, with weights, or with weights less 1; LayerNorm with a bias."""
 
     def __init__(self, kind, dim, eps=0.0):
         super().__init__()
+        if kind not in NORMS:
+            raise ValueError(f"norm={kind!r}: no such kind")
         self.eps = eps
         self.offset = float(kind == "rms_offset")
         self.weight = None if kind == "rms" else nn.Parameter(torch.full((dim,), 1 - self.offset))
@@ -2074,7 +2081,7 @@ def oscillate(x, wave):
 class MLP(nn.Module):
     """Two matrices around an activation.
 
-    A new kind is a word in the choices of the setting `mlp` and a branch in `forward`. Matrices of
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
     its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
@@ -2086,6 +2093,8 @@ class MLP(nn.Module):
         dim = config.model_dim
         hidden = config.mlp_hidden or int(config.mlp_mult * dim)
         self.kind = config.mlp
+        if self.kind not in MLPS:
+            raise ValueError(f"mlp={self.kind!r}: no such kind")
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
@@ -2111,8 +2120,6 @@ class MLP(nn.Module):
             h = oscillate(h, self.wave)
         elif self.kind == "bio_soft":
             h = self.sparse_events(oscillate(h, self.wave))
-        else:
-            raise ValueError(f"mlp={self.kind!r}: no such kind")
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
@@ -2160,6 +2167,8 @@ class GPT(nn.Module):
         # Whether a layer's activations are computed again in the backward pass, to save memory.
         self.activation_checkpointing = False
         self.compiled = False  # whether a Decoder compiles its steps
+        if config.positions not in ("rope", "learned", "none"):
+            raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
         is_tied = config.tie_embeddings
@@ -2174,6 +2183,9 @@ class GPT(nn.Module):
             self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
+        for word in words:
+            if word[0].lower() not in "gsa":
+                raise ValueError(f"layers: {word!r} is no kind of layer")
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
@@ -2878,6 +2890,93 @@ def read_delta(path, base):
 # === end: deltas ===
 
 
+# === shared: rebuild ===
+# What a changed copy of a script has written is another network: dropping the part that this script
+# does not know would load wrong weights without a word.
+CHANGED_COPY = (
+    "a changed copy of a script wrote it: use that copy, or copy section `model` from it into this "
+    "script"
+)
+
+
+MAX_LAYERS = 1024  # bounds the time that a forged file can take
+
+
+def stored_shape(meta):
+    """Return the shape of the network in a checkpoint, of its meta.json.
+
+    Older checkpoints have it among the identity of their run, whose other values are left out.
+    """
+    if "shape" in meta:
+        return meta["shape"]
+    identity = meta["identity"]
+    return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
+
+
+def checked_config(shape, source):
+    """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
+
+    source: the file, for a UserError about a field that is unknown, missing or of a wrong type.
+    """
+    if not isinstance(shape, dict):
+        raise UserError(f"{source} has no settings of a network")
+    for name in shape:
+        if name not in GPTConfig.__dataclass_fields__:
+            raise UserError(
+                f"{source} has the field {name!r} that this script does not know; {CHANGED_COPY}"
+            )
+    for one in fields(GPTConfig):
+        value = shape.get(one.name, 0)
+        kinds = {float: (int, float), list: (list, tuple)}.get(one.type, (one.type,))
+        if one.name in shape and type(value) not in kinds:
+            raise UserError(
+                f"{source} has the field {one.name}={value!r:.80}: must be of type "
+                f"{one.type.__name__}"
+            )
+    if str(shape.get("layers")).count(" ") > MAX_LAYERS:
+        raise UserError(f"{source} has more than {MAX_LAYERS} layers")
+    try:
+        return GPTConfig(**shape)
+    except TypeError as error:
+        raise UserError(f"{source} lacks a field of its network's settings: {error}") from None
+
+
+def empty_network(config, source):
+    """Return a network without memory (device meta). Raises UserError if the config has no network."""
+    try:
+        with torch.device("meta"):
+            return GPT(config)
+    except Exception as error:  # the values of a forged config may raise anything
+        reason = " ".join(repr(error).split())
+        raise UserError(f"{source} has settings that make no network: {reason:.200}") from None
+
+
+def check_tensors(network, tensors, source):
+    """Raise UserError unless the tensors are those of the network by name and shape."""
+    expected = network.state_dict()
+    for name in tensors:
+        if name not in expected:
+            raise UserError(
+                f"{source} has the tensor {name!r} that this script does not know; {CHANGED_COPY}"
+            )
+    for name, param in expected.items():
+        if name not in tensors:
+            raise UserError(
+                f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}"
+            )
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise UserError(f"{source} has no weights under the name {name!r}")
+        if tensor.shape != param.shape:
+            raise UserError(
+                f"{source} has the tensor {name!r} of shape {tuple(tensor.shape)}, which is "
+                f"{tuple(param.shape)} in this script; {CHANGED_COPY}"
+            )
+
+
+# === end: rebuild ===
+
+
 # === shared: evaluation ===
 @dataclass
 class Score:
@@ -3031,9 +3130,10 @@ def read_checkpoint(folder, average):
         if "header" in meta:  # of `unpack` or `apply`
             coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
             return Weights(folder, tensors, meta["shape"], meta["header"], coded)
-        identity = meta["identity"]
-        shape = {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
-        training = load(folder / "training.pt")
+        shape = stored_shape(meta)
+        training = {}
+        if (folder / "training.pt").is_file():  # the folder `final` of a run has none
+            training = load(folder / "training.pt")
         if average != "raw":  # what was trained, in its order
             require(training[average]["count"] > 0, "none had been collected when it was saved")
             trained = [name for name in tensors if ".lora_" in name] or tensors
@@ -3064,7 +3164,9 @@ def read_weights(path, average=""):
         if checkpoint is None:
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
         sys.stderr.write("".join(f"{fault}\n" for fault in faults))
-        return read_checkpoint(checkpoint, average or chosen_weights(folder))
+        weights = read_checkpoint(checkpoint, average or chosen_weights(folder))
+        check_network(weights)
+        return weights
     if not folder.is_file():
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
     header, tensors, coded = read_artifact(path)
@@ -3073,7 +3175,16 @@ def read_weights(path, average=""):
         require(isinstance(header.get(key), kind), f"{path}: the header's {key} is none")
     tokenizer = header["meta"].setdefault("tokenizer", "bytes")
     require(isinstance(tokenizer, str), f"{path}: the header's tokenizer is none")
-    return Weights(folder, tensors, header["settings"], header, coded)
+    weights = Weights(folder, tensors, header["settings"], header, coded)
+    check_network(weights)
+    return weights
+
+
+def check_network(weights):
+    """Raise UserError if this script does not know the network: another script has made it."""
+    network = empty_network(checked_config(weights.shape, weights.path), weights.path)
+    tensors = {name: w for name, w in weights.tensors.items() if name != "w_value"}
+    check_tensors(network, tensors, weights.path)
 
 
 def read_packed(path):

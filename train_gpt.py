@@ -1677,11 +1677,18 @@ def rms_norm(x, eps=0.0):
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
+# Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
+NORMS = ("rms", "rms_weight", "rms_offset", "layer")
+MLPS = ("relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft")
+
+
 class Norm(nn.Module):
     """One of NORMS: RMSNorm, plain, with weights, or with weights less 1; LayerNorm with a bias."""
 
     def __init__(self, kind, dim, eps=0.0):
         super().__init__()
+        if kind not in NORMS:
+            raise ValueError(f"norm={kind!r}: no such kind")
         self.eps = eps
         self.offset = float(kind == "rms_offset")
         self.weight = None if kind == "rms" else nn.Parameter(torch.full((dim,), 1 - self.offset))
@@ -1959,7 +1966,7 @@ def oscillate(x, wave):
 class MLP(nn.Module):
     """Two matrices around an activation.
 
-    A new kind is a word in the choices of the setting `mlp` and a branch in `forward`. Matrices of
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
     its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
@@ -1971,6 +1978,8 @@ class MLP(nn.Module):
         dim = config.model_dim
         hidden = config.mlp_hidden or int(config.mlp_mult * dim)
         self.kind = config.mlp
+        if self.kind not in MLPS:
+            raise ValueError(f"mlp={self.kind!r}: no such kind")
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
@@ -1996,8 +2005,6 @@ class MLP(nn.Module):
             h = oscillate(h, self.wave)
         elif self.kind == "bio_soft":
             h = self.sparse_events(oscillate(h, self.wave))
-        else:
-            raise ValueError(f"mlp={self.kind!r}: no such kind")
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
@@ -2045,6 +2052,8 @@ class GPT(nn.Module):
         # Whether a layer's activations are computed again in the backward pass, to save memory.
         self.activation_checkpointing = False
         self.compiled = False  # whether a Decoder compiles its steps
+        if config.positions not in ("rope", "learned", "none"):
+            raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
         is_tied = config.tie_embeddings
@@ -2059,6 +2068,9 @@ class GPT(nn.Module):
             self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
+        for word in words:
+            if word[0].lower() not in "gsa":
+                raise ValueError(f"layers: {word!r} is no kind of layer")
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
@@ -2194,7 +2206,6 @@ ARCH_PRESETS = {
     "qwen3_5": LLAMA
     | dict(layer_pattern="g g g a", norm="rms_offset", qk_norm=True, attn_gate=True),
 }
-NORMS = ("rms", "rms_weight", "rms_offset", "layer")
 
 
 def model_config(settings, vocab_size, bos_id, **overrides):
@@ -3337,6 +3348,161 @@ class Exporter(Saved):
 
 
 # === end: export ===
+
+
+# === shared: rebuild ===
+# What a changed copy of a script has written is another network: dropping the part that this script
+# does not know would load wrong weights without a word.
+CHANGED_COPY = (
+    "a changed copy of a script wrote it: use that copy, or copy section `model` from it into this "
+    "script"
+)
+
+
+MAX_LAYERS = 1024  # bounds the time that a forged file can take
+
+
+def stored_shape(meta):
+    """Return the shape of the network in a checkpoint, of its meta.json.
+
+    Older checkpoints have it among the identity of their run, whose other values are left out.
+    """
+    if "shape" in meta:
+        return meta["shape"]
+    identity = meta["identity"]
+    return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
+
+
+def checked_config(shape, source):
+    """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
+
+    source: the file, for a UserError about a field that is unknown, missing or of a wrong type.
+    """
+    if not isinstance(shape, dict):
+        raise UserError(f"{source} has no settings of a network")
+    for name in shape:
+        if name not in GPTConfig.__dataclass_fields__:
+            raise UserError(
+                f"{source} has the field {name!r} that this script does not know; {CHANGED_COPY}"
+            )
+    for one in fields(GPTConfig):
+        value = shape.get(one.name, 0)
+        kinds = {float: (int, float), list: (list, tuple)}.get(one.type, (one.type,))
+        if one.name in shape and type(value) not in kinds:
+            raise UserError(
+                f"{source} has the field {one.name}={value!r:.80}: must be of type "
+                f"{one.type.__name__}"
+            )
+    if str(shape.get("layers")).count(" ") > MAX_LAYERS:
+        raise UserError(f"{source} has more than {MAX_LAYERS} layers")
+    try:
+        return GPTConfig(**shape)
+    except TypeError as error:
+        raise UserError(f"{source} lacks a field of its network's settings: {error}") from None
+
+
+def empty_network(config, source):
+    """Return a network without memory (device meta). Raises UserError if the config has no network."""
+    try:
+        with torch.device("meta"):
+            return GPT(config)
+    except Exception as error:  # the values of a forged config may raise anything
+        reason = " ".join(repr(error).split())
+        raise UserError(f"{source} has settings that make no network: {reason:.200}") from None
+
+
+def check_tensors(network, tensors, source):
+    """Raise UserError unless the tensors are those of the network by name and shape."""
+    expected = network.state_dict()
+    for name in tensors:
+        if name not in expected:
+            raise UserError(
+                f"{source} has the tensor {name!r} that this script does not know; {CHANGED_COPY}"
+            )
+    for name, param in expected.items():
+        if name not in tensors:
+            raise UserError(
+                f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}"
+            )
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise UserError(f"{source} has no weights under the name {name!r}")
+        if tensor.shape != param.shape:
+            raise UserError(
+                f"{source} has the tensor {name!r} of shape {tuple(tensor.shape)}, which is "
+                f"{tuple(param.shape)} in this script; {CHANGED_COPY}"
+            )
+
+
+# === end: rebuild ===
+
+
+# === shared: stored ===
+@dataclass
+class Stored:
+    """A network as a file has it, and the tokenizer beside it."""
+
+    file: Path  # an artifact, or the folder of a checkpoint
+    shape: dict  # the fields of its GPTConfig
+    tensors: dict[str, Tensor]
+    tokenizer: Path  # file of the tokenizer; "bytes" is built in
+    sha256: str | None  # of the tokenizer; None: not known
+
+
+def read_stored(name, path):
+    """Return what an artifact, a checkpoint or a run has: its artifact, or else its newest whole
+    checkpoint.
+
+    name: the setting that a UserError blames.
+    """
+    file = Path(path)
+    if not path:
+        raise UserError(f"{name}='': must be a run, a checkpoint or an artifact")
+    if (file / "model.upar").is_file():
+        file = file / "model.upar"
+    if (file / "config.json").is_file():
+        raise UserError(f"{name}={path!r}: first python quantize.py import {path} runs/imported")
+    if file.is_dir():
+        file, faults = newest_checkpoint(file)
+        if file is None:
+            raise UserError(
+                f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}"
+            )
+        try:
+            meta = json.loads((file / "meta.json").read_bytes())
+            shape = stored_shape(meta)
+            sha256 = meta.get("identity", {}).get("tokenizer_sha256")
+            # The file's own pages are the weights: they are read once, and copied where they change.
+            tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
+            require(isinstance(tensors, dict), "model.pt has no tensors")
+        except Exception as error:  # a forged file may raise anything
+            reason = " ".join(str(error).split()) or repr(error)
+            raise UserError(f"{name}={path!r}: checkpoint {file} is none: {reason:.300}") from None
+        beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
+        return Stored(file, shape, tensors, (beside or [Path("bytes")])[0], sha256)
+    try:
+        header, tensors, _ = read_artifact(file)
+        tokenizer = file.parent / Path(header["meta"]["tokenizer"]).name
+        sha256 = header["tokenizer_sha256"]
+        return Stored(file, header["settings"], tensors, tokenizer, sha256)
+    except (ArtifactError, OSError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{name}={path!r}: must be a run, a checkpoint or an artifact; {error}"
+        ) from None
+
+
+def check_finite(tensors, source):
+    """Raise UserError if a tensor has a NaN or an infinite weight: all that it makes would be NaN."""
+    for name, tensor in tensors.items():
+        low_and_high = torch.stack(tensor.aminmax())
+        if not low_and_high.isfinite().all():
+            raise UserError(
+                f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
+                "checkpoint from before they arose"
+            )
+
+
+# === end: stored ===
 
 
 # === shared: evaluation ===

@@ -1728,11 +1728,18 @@ def rms_norm(x, eps=0.0):
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
+# Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
+NORMS = ("rms", "rms_weight", "rms_offset", "layer")
+MLPS = ("relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft")
+
+
 class Norm(nn.Module):
     """One of NORMS: RMSNorm, plain, with weights, or with weights less 1; LayerNorm with a bias."""
 
     def __init__(self, kind, dim, eps=0.0):
         super().__init__()
+        if kind not in NORMS:
+            raise ValueError(f"norm={kind!r}: no such kind")
         self.eps = eps
         self.offset = float(kind == "rms_offset")
         self.weight = None if kind == "rms" else nn.Parameter(torch.full((dim,), 1 - self.offset))
@@ -2010,7 +2017,7 @@ def oscillate(x, wave):
 class MLP(nn.Module):
     """Two matrices around an activation.
 
-    A new kind is a word in the choices of the setting `mlp` and a branch in `forward`. Matrices of
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
     its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
@@ -2022,6 +2029,8 @@ class MLP(nn.Module):
         dim = config.model_dim
         hidden = config.mlp_hidden or int(config.mlp_mult * dim)
         self.kind = config.mlp
+        if self.kind not in MLPS:
+            raise ValueError(f"mlp={self.kind!r}: no such kind")
         self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
         if self.kind.startswith("bio"):
             self.wave = init_wave(hidden)
@@ -2047,8 +2056,6 @@ class MLP(nn.Module):
             h = oscillate(h, self.wave)
         elif self.kind == "bio_soft":
             h = self.sparse_events(oscillate(h, self.wave))
-        else:
-            raise ValueError(f"mlp={self.kind!r}: no such kind")
         return linear(h, self.w_down)
 
     def sparse_events(self, h):
@@ -2096,6 +2103,8 @@ class GPT(nn.Module):
         # Whether a layer's activations are computed again in the backward pass, to save memory.
         self.activation_checkpointing = False
         self.compiled = False  # whether a Decoder compiles its steps
+        if config.positions not in ("rope", "learned", "none"):
+            raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
         is_tied = config.tie_embeddings
@@ -2110,6 +2119,9 @@ class GPT(nn.Module):
             self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
+        for word in words:
+            if word[0].lower() not in "gsa":
+                raise ValueError(f"layers: {word!r} is no kind of layer")
         if config.unet_skips:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
@@ -3205,12 +3217,110 @@ def pack_artifact(tensors, coded, **header):
 # === end: packing ===
 
 
-# === shared: weights ===
-def load_model(name, path):
-    """Return a network, on the CPU, its tokenizer and the file that they are from.
+# === shared: rebuild ===
+# What a changed copy of a script has written is another network: dropping the part that this script
+# does not know would load wrong weights without a word.
+CHANGED_COPY = (
+    "a changed copy of a script wrote it: use that copy, or copy section `model` from it into this "
+    "script"
+)
 
-    path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
-    has none. The tokenizer's file stands beside it. name: the setting that a UserError blames.
+
+MAX_LAYERS = 1024  # bounds the time that a forged file can take
+
+
+def stored_shape(meta):
+    """Return the shape of the network in a checkpoint, of its meta.json.
+
+    Older checkpoints have it among the identity of their run, whose other values are left out.
+    """
+    if "shape" in meta:
+        return meta["shape"]
+    identity = meta["identity"]
+    return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
+
+
+def checked_config(shape, source):
+    """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
+
+    source: the file, for a UserError about a field that is unknown, missing or of a wrong type.
+    """
+    if not isinstance(shape, dict):
+        raise UserError(f"{source} has no settings of a network")
+    for name in shape:
+        if name not in GPTConfig.__dataclass_fields__:
+            raise UserError(
+                f"{source} has the field {name!r} that this script does not know; {CHANGED_COPY}"
+            )
+    for one in fields(GPTConfig):
+        value = shape.get(one.name, 0)
+        kinds = {float: (int, float), list: (list, tuple)}.get(one.type, (one.type,))
+        if one.name in shape and type(value) not in kinds:
+            raise UserError(
+                f"{source} has the field {one.name}={value!r:.80}: must be of type "
+                f"{one.type.__name__}"
+            )
+    if str(shape.get("layers")).count(" ") > MAX_LAYERS:
+        raise UserError(f"{source} has more than {MAX_LAYERS} layers")
+    try:
+        return GPTConfig(**shape)
+    except TypeError as error:
+        raise UserError(f"{source} lacks a field of its network's settings: {error}") from None
+
+
+def empty_network(config, source):
+    """Return a network without memory (device meta). Raises UserError if the config has no network."""
+    try:
+        with torch.device("meta"):
+            return GPT(config)
+    except Exception as error:  # the values of a forged config may raise anything
+        reason = " ".join(repr(error).split())
+        raise UserError(f"{source} has settings that make no network: {reason:.200}") from None
+
+
+def check_tensors(network, tensors, source):
+    """Raise UserError unless the tensors are those of the network by name and shape."""
+    expected = network.state_dict()
+    for name in tensors:
+        if name not in expected:
+            raise UserError(
+                f"{source} has the tensor {name!r} that this script does not know; {CHANGED_COPY}"
+            )
+    for name, param in expected.items():
+        if name not in tensors:
+            raise UserError(
+                f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}"
+            )
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise UserError(f"{source} has no weights under the name {name!r}")
+        if tensor.shape != param.shape:
+            raise UserError(
+                f"{source} has the tensor {name!r} of shape {tuple(tensor.shape)}, which is "
+                f"{tuple(param.shape)} in this script; {CHANGED_COPY}"
+            )
+
+
+# === end: rebuild ===
+
+
+# === shared: stored ===
+@dataclass
+class Stored:
+    """A network as a file has it, and the tokenizer beside it."""
+
+    file: Path  # an artifact, or the folder of a checkpoint
+    shape: dict  # the fields of its GPTConfig
+    tensors: dict[str, Tensor]
+    tokenizer: Path  # file of the tokenizer; "bytes" is built in
+    sha256: str | None  # of the tokenizer; None: not known
+
+
+def read_stored(name, path):
+    """Return what an artifact, a checkpoint or a run has: its artifact, or else its newest whole
+    checkpoint.
+
+    name: the setting that a UserError blames.
     """
     file = Path(path)
     if not path:
@@ -3225,48 +3335,81 @@ def load_model(name, path):
             raise UserError(
                 f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}"
             )
-        meta = json.loads((file / "meta.json").read_bytes())
-        shape = meta.get("identity") or meta["shape"]  # of a run, or of what quantize.py unpacked
-        # The file's own pages are the weights: they are read once, and copied where they change.
-        tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
-        beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
-        sha256 = shape.get("tokenizer_sha256")
-    else:
         try:
-            header, tensors, _ = read_artifact(file)
-        except (ArtifactError, OSError) as error:
-            raise UserError(
-                f"{name}={path!r}: must be a run, a checkpoint or an artifact; {error}"
-            ) from None
-        shape = header["settings"]
-        beside = [file.parent / header["meta"]["tokenizer"]]
+            meta = json.loads((file / "meta.json").read_bytes())
+            shape = stored_shape(meta)
+            sha256 = meta.get("identity", {}).get("tokenizer_sha256")
+            # The file's own pages are the weights: they are read once, and copied where they change.
+            tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
+            require(isinstance(tensors, dict), "model.pt has no tensors")
+        except Exception as error:  # a forged file may raise anything
+            reason = " ".join(str(error).split()) or repr(error)
+            raise UserError(f"{name}={path!r}: checkpoint {file} is none: {reason:.300}") from None
+        beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
+        return Stored(file, shape, tensors, (beside or [Path("bytes")])[0], sha256)
+    try:
+        header, tensors, _ = read_artifact(file)
+        tokenizer = file.parent / Path(header["meta"]["tokenizer"]).name
         sha256 = header["tokenizer_sha256"]
+        return Stored(file, header["settings"], tensors, tokenizer, sha256)
+    except (ArtifactError, OSError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{name}={path!r}: must be a run, a checkpoint or an artifact; {error}"
+        ) from None
 
-    tokenizer = load_tokenizer((beside or ["bytes"])[0])
+
+def check_finite(tensors, source):
+    """Raise UserError if a tensor has a NaN or an infinite weight: all that it makes would be NaN."""
+    for name, tensor in tensors.items():
+        low_and_high = torch.stack(tensor.aminmax())
+        if not low_and_high.isfinite().all():
+            raise UserError(
+                f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
+                "checkpoint from before they arose"
+            )
+
+
+# === end: stored ===
+
+
+# === shared: weights ===
+def load_model(name, path):
+    """Return a network, on the CPU, its tokenizer and the file that they are from.
+
+    path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
+    has none. The tokenizer's file stands beside it. name: the setting that a UserError blames.
+    """
+    stored = read_stored(name, path)
+    file = stored.file
+    source = f"{name}={path!r}: {file}"
+    config = checked_config(stored.shape, source)
+    tokenizer = load_tokenizer(stored.tokenizer)
     if "template" in tokenizer.facts:
         compile_template(tokenizer.facts["template"])  # or a UserError, now and not in mid-run
-    vocab_size = shape["vocab_size"]
-    if vocab_size == tokenizer.vocab_size + len(ROLE_TOKENS):
+    if config.vocab_size == tokenizer.vocab_size + len(ROLE_TOKENS):
         tokenizer = with_roles(tokenizer)  # post-training has added them
-    if sha256 not in (None, tokenizer.sha256) or tokenizer.vocab_size != vocab_size:
+    if stored.sha256 not in (None, tokenizer.sha256) or tokenizer.vocab_size != config.vocab_size:
         raise UserError(
             f"{name}={path!r}: the tokenizer beside it, {tokenizer.file} with "
-            f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {vocab_size}"
+            f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {config.vocab_size}"
         )
-    known = shape.keys() & GPTConfig.__dataclass_fields__  # an older model has fewer fields
-    config = GPTConfig(**{field: shape[field] for field in known})
-    return assemble(config, tensors), tokenizer, str(file)
+    return assemble(config, stored.tensors, source), tokenizer, str(file)
 
 
-def assemble(config, tensors):
-    """Return the network whose weights are these tensors, with adapters and value head if any."""
+def assemble(config, tensors, source):
+    """Return the network whose weights are these tensors, with adapters and value head if any.
+
+    source: where they are from, for a UserError about tensors that are not the network's.
+    """
+    network = empty_network(config, source)
     ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
     with torch.device("meta"):  # takes no memory: the tensors become the weights
-        network = GPT(config)
         if ranks:
             setup_lora_adapter(network, ranks[0])
         if "w_value" in tensors:
             add_value_head(network)
+    check_tensors(network, tensors, source)
+    check_finite(tensors, source)
     empty = dict(network.named_parameters())
     network.load_state_dict(tensors, assign=True)
     for name, param in network.named_parameters():

@@ -49,6 +49,8 @@ ORDER = (
     "packing",
     "export",
     "deltas",
+    "rebuild",
+    "stored",
     "weights",
     "evaluation",
     "checkpoint",
