@@ -2907,7 +2907,7 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    if "shape" in meta:
+    if meta.get("shape"):
         return meta["shape"]
     identity = meta["identity"]
     return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}

@@ -3096,7 +3096,7 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    if "shape" in meta:
+    if meta.get("shape"):
         return meta["shape"]
     identity = meta["identity"]
     return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
@@ -3202,7 +3202,9 @@ def read_stored(name, path):
             shape = stored_shape(meta)
             sha256 = meta.get("identity", {}).get("tokenizer_sha256")
             # The file's own pages are the weights: they are read once, and copied where they change.
-            tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(
+                file / "model.pt", map_location="cpu", weights_only=True, mmap=True
+            )
             require(isinstance(tensors, dict), "model.pt has no tensors")
         except Exception as error:  # a forged file may raise anything
             reason = " ".join(str(error).split()) or repr(error)
@@ -3229,6 +3231,17 @@ def check_finite(tensors, source):
                 f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
                 "checkpoint from before they arose"
             )
+
+
+def fill_network(network, tensors, source):
+    """Give a network without memory these tensors as its weights, and return it. Raises UserError."""
+    check_tensors(network, tensors, source)
+    check_finite(tensors, source)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
+    return network
 
 
 # === end: stored ===
@@ -3270,13 +3283,7 @@ def assemble(config, tensors, source):
             setup_lora_adapter(network, ranks[0])
         if "w_value" in tensors:
             add_value_head(network)
-    check_tensors(network, tensors, source)
-    check_finite(tensors, source)
-    empty = dict(network.named_parameters())
-    network.load_state_dict(tensors, assign=True)
-    for name, param in network.named_parameters():
-        vars(param).update(vars(empty[name]))  # Muon's splits
-    return network
+    return fill_network(network, tensors, source)
 
 
 def add_value_head(network):

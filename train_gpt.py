@@ -38,7 +38,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -100,6 +100,8 @@ class Settings:
     eval_stride: int = 512  # stride of the sliding-window score; 0: leave that score out
     eval_stateful: bool = False  # also score whole documents with their state carried on; slow
     # model
+    # a run, a checkpoint or an artifact to train on, whose shape the network has; empty: a new one
+    init_from: str = ""
     # see ARCH_PRESETS
     arch_mode: Literal["D", "gdn", "hybrid", "baseline", "llama", "qwen2", "qwen3", "qwen3_5"] = "D"
     layer_pattern: str = "g g g g g s1 g g g g g s1"  # g GDN, s sliding window, a full attention
@@ -140,7 +142,7 @@ class Settings:
     # artifact
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
     gptq_calibration_batches: int = 4  # for GPTQ at the end of a run without QAT; 0: no GPTQ
-    artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
+    artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 
     def __post_init__(self):
         check_settings(self)
@@ -2208,16 +2210,14 @@ ARCH_PRESETS = {
 }
 
 
-def model_config(settings, vocab_size, bos_id, **overrides):
-    """Return the GPTConfig of the network that `settings` ask for.
+def layer_words(settings):
+    """Return the words of all layers and those of their norms. Raises UserError.
 
-    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
-    default. LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
+    LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
     DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
     share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
     A1 A2: depth recurrence). NORM is repeated in the same way: a shared layer has the norms of its
     first place, and the last word is also the norm before the head.
-    Raises UserError where the numbers do not fit together.
     """
     words = settings.layer_pattern.split()
     norms = settings.norm.split()
@@ -2229,13 +2229,21 @@ def model_config(settings, vocab_size, bos_id, **overrides):
     if not norms or set(norms) - set(NORMS):
         raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
     num_layers = settings.num_layers or len(words)
+    layers = " ".join((words * num_layers)[:num_layers])
+    return layers, " ".join((norms * num_layers)[:num_layers])
 
+
+def model_config(settings, vocab_size, bos_id, **overrides):
+    """Return the GPTConfig of the network that `settings` ask for.
+
+    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
+    default. Raises UserError where the numbers do not fit together.
+    """
     given = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
     values = {name: given[name] for name in given.keys() & GPTConfig.__dataclass_fields__}
     values |= dict(vocab_size=vocab_size, bos_id=bos_id)
     values["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
-    values["layers"] = " ".join((words * num_layers)[:num_layers])
-    values["norms"] = " ".join((norms * num_layers)[:num_layers])
+    values["layers"], values["norms"] = layer_words(settings)
     config = GPTConfig(**{**values, **overrides})
 
     dim = config.model_dim
@@ -3216,7 +3224,7 @@ class Exporter(Saved):
 
     network: nn.Module
     table: dict  # see quant_table; fit_table widens its steps, for QAT and export alike
-    limit: int
+    limit: float
     run: "Run"
     header: dict  # see pack_artifact
     needed_seconds: float = 0.0  # of the clock, which GPTQ must leave
@@ -3367,7 +3375,7 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    if "shape" in meta:
+    if meta.get("shape"):
         return meta["shape"]
     identity = meta["identity"]
     return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
@@ -3473,7 +3481,9 @@ def read_stored(name, path):
             shape = stored_shape(meta)
             sha256 = meta.get("identity", {}).get("tokenizer_sha256")
             # The file's own pages are the weights: they are read once, and copied where they change.
-            tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(
+                file / "model.pt", map_location="cpu", weights_only=True, mmap=True
+            )
             require(isinstance(tensors, dict), "model.pt has no tensors")
         except Exception as error:  # a forged file may raise anything
             reason = " ".join(str(error).split()) or repr(error)
@@ -3500,6 +3510,17 @@ def check_finite(tensors, source):
                 f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
                 "checkpoint from before they arose"
             )
+
+
+def fill_network(network, tensors, source):
+    """Give a network without memory these tensors as its weights, and return it. Raises UserError."""
+    check_tensors(network, tensors, source)
+    check_finite(tensors, source)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
+    return network
 
 
 # === end: stored ===
@@ -3599,6 +3620,7 @@ class Scorer:
 # === shared: checkpoint ===
 KEEP_CHECKPOINTS = 2  # the newest, and one before it in case the newest is damaged
 LOG_SECONDS = 10.0  # at least one line in this time says what the run is doing
+PACKING_NATS = 0.05  # more nats per token lost by packing than this are reported loudly
 MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
 METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:.0f}"}
 CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
@@ -3717,6 +3739,40 @@ def read_meta(folder):
             "script, in this version"
         )
     return meta
+
+
+def start_file(path):
+    """Return the folder `final` of a run, its unrounded weights, or another path as it is."""
+    final = Path(path) / "final"
+    return str(final) if path and final.is_dir() else path
+
+
+def describe_start(settings, source, values):
+    """Return the lines of the log that say from which file INIT_FROM took the weights.
+
+    values: settings that an imported start has in place of the defaults.
+    """
+    note = ""
+    if Path(settings.init_from).is_dir() and Path(source).name == "model.upar":
+        note = ", rounded weights: the run is of an older version and has no folder `final`"
+    lines = [f"start: {source}{note}"]
+    chosen = []
+    for name, value in values.items():
+        if getattr(settings, name) == value:
+            text = int(value) if isinstance(value, bool) else value
+            chosen.append(f"{name.upper()}={text}")
+    if chosen:
+        lines.append(
+            "start: the model was imported, so these settings, where they are not given, are: "
+            + " ".join(chosen)
+        )
+    return "\n".join(lines)
+
+
+def reserve_for(weights):
+    """Return RESERVE_SECONDS that suffice to pack so many weights of an imported model."""
+    # Two threads of a CPU pack 5 million weights in a second.
+    return 5.0 + round(weights / 4e6)
 
 
 def stored_settings(given):
@@ -3953,6 +4009,7 @@ class Run(Saved):
     plan: Plan
     clock: Clock
     identity: dict  # values that must not change when a run is resumed
+    shape: dict = field(default_factory=dict)  # of the network, see GPTConfig
 
     def __post_init__(self):
         settings = self.settings
@@ -4033,9 +4090,8 @@ class Run(Saved):
         training = {name: part.state_dict() for name, part in self.parts.items()}
         if self.runtime.rank == 0:
             files = {"model": training.pop("network"), "training": training}
-            meta = {"step": self.step, "settings": asdict(self.settings), "identity": self.identity}
             try:
-                save_checkpoint(self.folder, self.step, files, meta)
+                save_checkpoint(self.folder, self.step, files, self.meta())
                 self.log(f"step:{self.step} saved")
             except OSError as error:
                 if not list_checkpoints(self.folder):
@@ -4043,6 +4099,40 @@ class Run(Saved):
                 self.event("save_failed", step=self.step, error=str(error))
         self.saved_step = self.step
         self.runtime.agree(None)
+
+    def meta(self):
+        """Return what a checkpoint says about itself."""
+        return {
+            "step": self.step,
+            "settings": asdict(self.settings),
+            "identity": self.identity,
+            "shape": self.shape,
+        }
+
+    def write_final(self, tensors, weights, tokenizer):
+        """Write the folder `final`, in the form of a checkpoint: the weights that were packed, before
+        they were rounded. weights: which they are, raw or an average.
+
+        INIT_FROM takes them from there: the artifact does not have a change of a weight that is
+        smaller than its step.
+        """
+        if self.runtime.rank == 0:
+            identity = {**self.identity, "tokenizer_sha256": tokenizer.sha256}
+            meta = {**self.meta(), "identity": identity, "weights": weights}
+            write_checkpoint(self.folder / "final", {"model": tensors}, meta)
+        self.runtime.agree(None)
+
+    def report_packing(self, nats):
+        """Log the nats per token that packing has cost; many of them are an event and a warning."""
+        self.log(f"packing: {nats:+.4f} nats per token against the trained weights")
+        if not nats <= PACKING_NATS:
+            self.event("packing_lost", nats=nats)
+            self.log(
+                f"warning: PACKING HAS COST {nats:.3f} NATS PER TOKEN: the artifact is a worse model "
+                f"than the one that was trained, which is in {self.folder / 'final'}; INIT_FROM "
+                "takes that one. QAT=1 or a higher MATRIX_BITS loses less",
+                sys.stderr,
+            )
 
     def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
@@ -4202,7 +4292,7 @@ class Run(Saved):
         faults = []
         for name in self.plan.planned.keys() - self.plan.phases:
             faults.append(f"phase {name} was enabled and never fired")
-        if result["total_bytes"] > self.settings.artifact_bytes_max:
+        if 0 < self.settings.artifact_bytes_max < result["total_bytes"]:
             faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
         if self.ended == "clock" and self.log.iterations:
             self.log(
@@ -4235,6 +4325,119 @@ MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
 # A step that takes longer than this and than 20 median steps prints the stacks of all threads.
 HANG_SECONDS = 120.0
+
+
+# A start that was imported keeps what it knows at a low rate. Packing takes all the bytes it needs:
+# 8 bits lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
+IMPORTED_DEFAULTS = {
+    "optimizer": "adamw",
+    "matrix_lr": 1e-5,
+    "tied_embed_lr": 1e-5,
+    "scalar_lr": 1e-5,
+    "muon_wd": 0.0,
+    "ema": False,
+    "swa": False,
+    "qat": False,
+    "gptq_calibration_batches": 0,
+    "matrix_bits": 8,
+    "artifact_bytes_max": 0,
+}
+
+
+def read_start(path):
+    """Return what INIT_FROM names, see read_stored, and its GPTConfig. Raises UserError."""
+    stored = read_stored("INIT_FROM", start_file(path))
+    return stored, checked_config(stored.shape, f"INIT_FROM={path!r}: {stored.file}")
+
+
+def imported_values(stored):
+    """Return the settings that an imported start has in place of the defaults, {} for another."""
+    if stored.tokenizer.name != "imported.tiktoken":
+        return {}
+    weights = sum(tensor.numel() for tensor in stored.tensors.values())
+    return {**IMPORTED_DEFAULTS, "reserve_seconds": reserve_for(weights)}
+
+
+def start_settings(given):
+    """Return values in place of the defaults: those of a run that goes on, or the shape of INIT_FROM.
+
+    given: name of a setting -> text.
+    """
+    stored_values = stored_settings(given)
+    if stored_values or not given.get("INIT_FROM"):
+        return stored_values
+    stored, config = read_start(given["INIT_FROM"])
+    shape = {**asdict(config), "layer_pattern": config.layers, "norm": config.norms}
+    values = {name: shape[name] for name in shape.keys() & Settings.__dataclass_fields__}
+    # VOCAB_SIZE is checked against the data's tokenizer, and a long context need not be trained.
+    del values["vocab_size"]
+    values["train_seq_len"] = min(config.train_seq_len, Settings.train_seq_len)
+    return {**values, **imported_values(stored)}
+
+
+def head_rate(settings, start):
+    """Return the learning rate of an untied head; of an imported one it is that of the matrices."""
+    if start and imported_values(start):
+        return settings.matrix_lr
+    return OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR)
+
+
+def start_config(settings, config):
+    """Return the GPTConfig of INIT_FROM's network, with room for TRAIN_SEQ_LEN.
+
+    Raises UserError for a setting of the shape that the network does not have.
+    """
+    wanted = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
+    wanted["layers"], wanted["norms"] = layer_words(settings)
+    wanted["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
+    names = {"layers": "LAYER_PATTERN and NUM_LAYERS", "norms": "NORM"}
+    for name, value in asdict(config).items():
+        # VOCAB_SIZE is checked against the data, and the start of a new network has no meaning here.
+        if name in ("vocab_size", "train_seq_len", "embed_init_std") or name not in wanted:
+            continue
+        if wanted[name] != value:
+            setting = names.get(name, name.upper())
+            if name not in vars(settings) and name not in names:
+                setting = f"ARCH_MODE={settings.arch_mode!r}: {name}"
+            raise UserError(
+                f"{setting}={wanted[name]!r}: must be {value!r}, as INIT_FROM={settings.init_from!r} "
+                "has it, or be left out"
+            )
+    length = settings.train_seq_len
+    if config.positions == "learned" and length > config.train_seq_len:
+        raise UserError(
+            f"TRAIN_SEQ_LEN={length}: must be at most {config.train_seq_len}, because "
+            f"INIT_FROM={settings.init_from!r} has learned positions"
+        )
+    return replace(config, train_seq_len=max(config.train_seq_len, length))
+
+
+def read_network(stored):
+    """Return the network of what read_stored returns, on the CPU. Raises UserError."""
+    network = empty_network(checked_config(stored.shape, stored.file), stored.file)
+    return fill_network(network, stored.tensors, stored.file)
+
+
+def make_network(settings, tokenizer):
+    """Return a new network on the CPU, or INIT_FROM's, and what read_stored returned or None.
+
+    Raises UserError.
+    """
+    if not settings.init_from:
+        config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
+        torch.manual_seed(settings.seed)
+        return GPT(config), None
+    stored, config = read_start(settings.init_from)
+    found = read_tokenizer(stored.tokenizer, stored.shape)
+    if found.sha256 != tokenizer.sha256:
+        raise UserError(
+            f"INIT_FROM={settings.init_from!r}: its tokenizer {stored.tokenizer} is not that of "
+            f"DATA_PATH={settings.data_path!r}; prepare the texts with it: python data/prepare.py "
+            f"TEXTS --tokenizer {stored.tokenizer} --out FOLDER"
+        )
+    network = read_network(stored)
+    network.config = start_config(settings, config)
+    return network, stored
 
 
 def keep_memory():
@@ -4387,9 +4590,7 @@ def choose_weights(exporter, averages, run, score):
 def score_artifact(path, scorer, data, run):
     """Rebuild the network from the artifact file alone; return its scores for result.json."""
     settings = run.settings
-    header, tensors, _ = read_artifact(path)
-    network = GPT(GPTConfig(**header["settings"])).to(scorer.runtime.device)
-    network.load_state_dict(tensors)
+    network = read_network(read_stored("ARTIFACT", str(path))).to(scorer.runtime.device)
     model = compile_model(network, settings)
     tokens = data.val
     score = scorer.score(model, tokens)
@@ -4410,7 +4611,7 @@ def main():
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
     presets = {"ARCH_MODE": ARCH_PRESETS, "OPTIMIZER": OPTIMIZER_PRESETS}
-    settings = load_settings(Settings, os.environ, sys.argv[1:], presets, stored_settings)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], presets, start_settings)
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
     device = runtime.device
@@ -4418,19 +4619,19 @@ def main():
     clock = Clock(settings, runtime, replayed_progress(settings))
     data = open_data(settings)
     tokenizer = data.tokenizer
-    config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
+    network, start = make_network(settings, tokenizer)
+    config = network.config
     batches = Batches(data, settings, runtime)
 
     # model, optimizers, averages
-    torch.manual_seed(settings.seed)
-    network = GPT(config).to(device)
+    network.to(device)
     network.activation_checkpointing = settings.activation_checkpointing
     network.dtype = activation_dtype(settings.dtype, device)
     model = compile_model(network, settings)
     rates = {  # learning rate and decoupled weight decay of each class of parameters
         "matrix": (settings.matrix_lr, settings.muon_wd),
         "embedding": (settings.tied_embed_lr, 0.0),  # a tied one is the output head, too
-        "head": (OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR), 0.0),  # an untied one
+        "head": (head_rate(settings, start), 0.0),  # an untied one
         "control": (settings.scalar_lr, 0.0),  # gains, mixes, and GDN's decay and step size
     }
     optimizers = Optimizers(network, settings.optimizer, rates, runtime)
@@ -4444,13 +4645,16 @@ def main():
     identity = {name: getattr(settings, name) for name in names}
     identity |= asdict(config)
     identity |= {"manifest_sha256": data.manifest_sha256, "data_shares": data.shares}
-    run = Run(settings, runtime, plan, clock, identity)
+    identity["init_from"] = settings.init_from or None  # older runs do not have it
+    run = Run(settings, runtime, plan, clock, identity, asdict(config))
     checkpoint = run.open()
     log = run.log
     if tokenizer.file != "bytes":
         run.write_file(tokenizer.file, tokenizer.content)
     counts = count_parameters(network)
     log(f"parameters: {name_values(counts)} layers: {config.layers}")
+    if start:
+        log(describe_start(settings, start.file, imported_values(start)))
     for manifest in data.manifests:
         log(
             "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
@@ -4472,7 +4676,7 @@ def main():
     exporter = Exporter(
         network,
         quant_table(settings),
-        limit=settings.artifact_bytes_max - run.code_bytes,
+        limit=(settings.artifact_bytes_max or math.inf) - run.code_bytes,
         run=run,
         header={
             "settings": asdict(config),
@@ -4483,6 +4687,10 @@ def main():
     run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
     if checkpoint:
         run.load(checkpoint)
+    elif start:
+        score = scorer.score(model, data.val)
+        log.metrics(0, {"val_loss": score.loss, "val_bpb": score.bpb})
+        log(f"before training: val_{score}")
 
     metrics = {}
     stopping = False
@@ -4560,10 +4768,13 @@ def main():
     content = exporter.pack(calibration)
     clock.stop()
     artifact = run.write_artifact(content)
+    run.write_final(network.state_dict(), chosen, tokenizer)
 
     # Score the weights before quantization, then what the artifact file alone gives back.
     before = scorer.score(model, data.val)
     log(f"before quantization: val_{before}")
+    packed = score_artifact(artifact, scorer, data, run)
+    run.report_packing(packed["val_loss"] - before.loss)
     facts = {
         "manifest_sha256": data.manifest_sha256,
         "tokenizer_sha256": tokenizer.sha256,
@@ -4571,7 +4782,8 @@ def main():
         "params": counts,
         "dtype": str(network.dtype).removeprefix("torch."),
         "weights": chosen,
-        **score_artifact(artifact, scorer, data, run),
+        "init_from": str(start.file) if start else "",
+        **packed,
         "before_quantization": before.result(),
         **data.yardsticks,
         "total_seconds": time.perf_counter() - begin,

@@ -150,7 +150,7 @@ class Settings:
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
     matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
-    artifact_bytes_max: int = bounded(16000000, 1)  # script + config + artifact, in bytes
+    artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 
     def __post_init__(self):
         check_settings(self)
@@ -3835,7 +3835,7 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    if "shape" in meta:
+    if meta.get("shape"):
         return meta["shape"]
     identity = meta["identity"]
     return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
@@ -3941,7 +3941,9 @@ def read_stored(name, path):
             shape = stored_shape(meta)
             sha256 = meta.get("identity", {}).get("tokenizer_sha256")
             # The file's own pages are the weights: they are read once, and copied where they change.
-            tensors = torch.load(file / "model.pt", map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(
+                file / "model.pt", map_location="cpu", weights_only=True, mmap=True
+            )
             require(isinstance(tensors, dict), "model.pt has no tensors")
         except Exception as error:  # a forged file may raise anything
             reason = " ".join(str(error).split()) or repr(error)
@@ -3968,6 +3970,17 @@ def check_finite(tensors, source):
                 f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
                 "checkpoint from before they arose"
             )
+
+
+def fill_network(network, tensors, source):
+    """Give a network without memory these tensors as its weights, and return it. Raises UserError."""
+    check_tensors(network, tensors, source)
+    check_finite(tensors, source)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
+    return network
 
 
 # === end: stored ===
@@ -4009,13 +4022,7 @@ def assemble(config, tensors, source):
             setup_lora_adapter(network, ranks[0])
         if "w_value" in tensors:
             add_value_head(network)
-    check_tensors(network, tensors, source)
-    check_finite(tensors, source)
-    empty = dict(network.named_parameters())
-    network.load_state_dict(tensors, assign=True)
-    for name, param in network.named_parameters():
-        vars(param).update(vars(empty[name]))  # Muon's splits
-    return network
+    return fill_network(network, tensors, source)
 
 
 def add_value_head(network):
@@ -4029,6 +4036,7 @@ def add_value_head(network):
 # === shared: checkpoint ===
 KEEP_CHECKPOINTS = 2  # the newest, and one before it in case the newest is damaged
 LOG_SECONDS = 10.0  # at least one line in this time says what the run is doing
+PACKING_NATS = 0.05  # more nats per token lost by packing than this are reported loudly
 MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
 METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:.0f}"}
 CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
@@ -4147,6 +4155,40 @@ def read_meta(folder):
             "script, in this version"
         )
     return meta
+
+
+def start_file(path):
+    """Return the folder `final` of a run, its unrounded weights, or another path as it is."""
+    final = Path(path) / "final"
+    return str(final) if path and final.is_dir() else path
+
+
+def describe_start(settings, source, values):
+    """Return the lines of the log that say from which file INIT_FROM took the weights.
+
+    values: settings that an imported start has in place of the defaults.
+    """
+    note = ""
+    if Path(settings.init_from).is_dir() and Path(source).name == "model.upar":
+        note = ", rounded weights: the run is of an older version and has no folder `final`"
+    lines = [f"start: {source}{note}"]
+    chosen = []
+    for name, value in values.items():
+        if getattr(settings, name) == value:
+            text = int(value) if isinstance(value, bool) else value
+            chosen.append(f"{name.upper()}={text}")
+    if chosen:
+        lines.append(
+            "start: the model was imported, so these settings, where they are not given, are: "
+            + " ".join(chosen)
+        )
+    return "\n".join(lines)
+
+
+def reserve_for(weights):
+    """Return RESERVE_SECONDS that suffice to pack so many weights of an imported model."""
+    # Two threads of a CPU pack 5 million weights in a second.
+    return 5.0 + round(weights / 4e6)
 
 
 def stored_settings(given):
@@ -4383,6 +4425,7 @@ class Run(Saved):
     plan: Plan
     clock: Clock
     identity: dict  # values that must not change when a run is resumed
+    shape: dict = field(default_factory=dict)  # of the network, see GPTConfig
 
     def __post_init__(self):
         settings = self.settings
@@ -4463,9 +4506,8 @@ class Run(Saved):
         training = {name: part.state_dict() for name, part in self.parts.items()}
         if self.runtime.rank == 0:
             files = {"model": training.pop("network"), "training": training}
-            meta = {"step": self.step, "settings": asdict(self.settings), "identity": self.identity}
             try:
-                save_checkpoint(self.folder, self.step, files, meta)
+                save_checkpoint(self.folder, self.step, files, self.meta())
                 self.log(f"step:{self.step} saved")
             except OSError as error:
                 if not list_checkpoints(self.folder):
@@ -4473,6 +4515,40 @@ class Run(Saved):
                 self.event("save_failed", step=self.step, error=str(error))
         self.saved_step = self.step
         self.runtime.agree(None)
+
+    def meta(self):
+        """Return what a checkpoint says about itself."""
+        return {
+            "step": self.step,
+            "settings": asdict(self.settings),
+            "identity": self.identity,
+            "shape": self.shape,
+        }
+
+    def write_final(self, tensors, weights, tokenizer):
+        """Write the folder `final`, in the form of a checkpoint: the weights that were packed, before
+        they were rounded. weights: which they are, raw or an average.
+
+        INIT_FROM takes them from there: the artifact does not have a change of a weight that is
+        smaller than its step.
+        """
+        if self.runtime.rank == 0:
+            identity = {**self.identity, "tokenizer_sha256": tokenizer.sha256}
+            meta = {**self.meta(), "identity": identity, "weights": weights}
+            write_checkpoint(self.folder / "final", {"model": tensors}, meta)
+        self.runtime.agree(None)
+
+    def report_packing(self, nats):
+        """Log the nats per token that packing has cost; many of them are an event and a warning."""
+        self.log(f"packing: {nats:+.4f} nats per token against the trained weights")
+        if not nats <= PACKING_NATS:
+            self.event("packing_lost", nats=nats)
+            self.log(
+                f"warning: PACKING HAS COST {nats:.3f} NATS PER TOKEN: the artifact is a worse model "
+                f"than the one that was trained, which is in {self.folder / 'final'}; INIT_FROM "
+                "takes that one. QAT=1 or a higher MATRIX_BITS loses less",
+                sys.stderr,
+            )
 
     def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
@@ -4632,7 +4708,7 @@ class Run(Saved):
         faults = []
         for name in self.plan.planned.keys() - self.plan.phases:
             faults.append(f"phase {name} was enabled and never fired")
-        if result["total_bytes"] > self.settings.artifact_bytes_max:
+        if 0 < self.settings.artifact_bytes_max < result["total_bytes"]:
             faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
         if self.ended == "clock" and self.log.iterations:
             self.log(
