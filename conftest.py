@@ -355,7 +355,7 @@ def check_result(place, out, script):
     }
     assert {key: result[key] for key in exact} == exact
     names = """commit tokenizer_sha256 settings hardware versions steps train_seconds total_seconds
-        peak_memory_mib params phases before after gain weights init_from"""
+        peak_memory_mib params phases before after gain packed weights init_from"""
     assert set(names.split()) - set(result) == set()
     end = [f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
     assert place.log(out).split("\n---\n")[1].splitlines() == end

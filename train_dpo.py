@@ -98,7 +98,7 @@ class Settings:
     val_files: str = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
     eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
     # model at the start
-    # a run, a checkpoint or an artifact; train_sft.py alone makes a small network if it is empty
+    # a run, a checkpoint or an artifact; empty: a new network, in train_gpt.py and train_sft.py
     init_from: str = ""
     train_seq_len: int = bounded(128, 2)  # tokens in a window, training and evaluation
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
@@ -4885,14 +4885,56 @@ def score_table(columns, names):
 HANG_SECONDS = 120.0
 
 
+def imported_values(tokenizer_file, weights, lora_rank):
+    """Return the settings that an imported start has in place of the defaults, {} for another start.
+
+    Its weights are a good model already: high rates ruin it in a few steps. So do averages with
+    weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
+    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
+    """
+    if tokenizer_file != "imported.tiktoken":
+        return {}
+    rate, lora_rate = IMPORTED_RATES
+    return {
+        "learning_rate": lora_rate if lora_rank else rate,
+        "qat": False,
+        "ema": False,
+        "swa": False,
+        "matrix_bits": 8,
+        "artifact_bytes_max": 0,
+        "reserve_seconds": reserve_for(weights),
+    }
+
+
+def start_settings(given):
+    """Return values in place of the defaults: those of a run that goes on, or for an imported start.
+
+    given: name of a setting -> text. Raises UserError.
+    """
+    values = stored_settings(given)
+    if values or not given.get("INIT_FROM"):
+        return values
+    stored = read_stored("INIT_FROM", start_file(given["INIT_FROM"]))
+    weights = sum(tensor.numel() for tensor in stored.tensors.values())
+    lora_rank = given.get("LORA_RANK", "0") != "0"
+    return imported_values(stored.tokenizer.name, weights, lora_rank)
+
+
+def start_note(settings, network, tokenizer, source):
+    """Return the lines of the log on INIT_FROM; see describe_start."""
+    weights = count_parameters(network)["total"]
+    values = imported_values(tokenizer.file, weights, settings.lora_rank)
+    return describe_start(settings, source, values)
+
+
 def load_start(settings):
     """Return the network of INIT_FROM, on the CPU, its tokenizer, and their file.
 
-    Raises UserError.
+    Of a run it has the unrounded weights, if they are there. Raises UserError.
     """
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
-    network, tokenizer, source = load_model("INIT_FROM", settings.init_from)
+    network, tokenizer, source = load_model("INIT_FROM", start_file(settings.init_from))
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
     return network, tokenizer, source
@@ -5136,7 +5178,7 @@ def open_run(settings, steps, network, tokenizer, runtime, data_sha256):
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
     identity |= {"data_sha256": data_sha256, "tokenizer_sha256": tokenizer.sha256}
     identity |= asdict(network.config)
-    run = Run(settings, runtime, plan, clock, identity)
+    run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
     run.log.iterations = steps
     checkpoint = run.open()
     if tokenizer.file != "bytes":
@@ -5203,6 +5245,12 @@ class Finetuner:
         else:
             self.network.to(self.runtime.device)
 
+    def take_file(self, path):
+        """Take the network that the file of an artifact, or the folder of a checkpoint, gives back."""
+        self.network, *_ = load_model("ARTIFACT", str(path))
+        self.qat = False
+        self.place_network()
+
     def weights(self):
         """Return a context in which weights are rounded as in the artifact if QAT is on."""
         if self.settings.shard:
@@ -5248,6 +5296,8 @@ def choose_weights(trainer, loss, log):
     for name, average in trainer.averages.items():
         if average.count:
             candidates[name] = average.values
+    if len(candidates) == 1:
+        return "raw"
     losses = {}
     for name, values in candidates.items():
         with swapped(params, values):
@@ -5262,8 +5312,8 @@ def finish(run, trainer, tokenizer, metrics, loss):
     """Choose, quantize and pack the weights; this is on the clock, too.
 
     metrics: of the last step, which is logged. loss: function without arguments, the loss of the present weights.
-    Return the artifact and facts for result.json. The trainer has the network that the artifact
-    file alone gives back.
+    Return the artifact and facts for result.json. The trainer has the network that the folder
+    `final` gives back: the chosen weights, adapters merged, before they were rounded.
     """
     handle_stop_signals(signal.SIG_DFL)
     run.end_training()
@@ -5285,9 +5335,8 @@ def finish(run, trainer, tokenizer, metrics, loss):
         )
     run.clock.stop()
     content = run.write_artifact(content).read_bytes()
-    trainer.network, *_ = load_model("ARTIFACT", str(run.folder))
-    trainer.qat = False
-    trainer.place_network()
+    run.write_final(state, chosen, tokenizer)
+    trainer.take_file(run.folder / "final")
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "data_sha256": run.identity["data_sha256"],
@@ -5486,6 +5535,10 @@ def pair_summary(metrics):
     return summary
 
 
+# Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
+IMPORTED_RATES = (1e-5, 2e-4)
+
+
 class DPOTrainer(Finetuner, Saved):
     """A policy, or with OBJECTIVE=reward a reward model, that learns from pairs."""
 
@@ -5567,7 +5620,7 @@ def reference_scores(trainer, parts, data_sha256, run):
 def main():
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device)
     if settings.pairs_per_step % runtime.world_size:
         raise UserError(
@@ -5602,6 +5655,7 @@ def main():
         """Return the numbers in data.train of the pairs that the run reads."""
         return [epoch_order(number // epoch_pairs)[number % epoch_pairs] for number in numbers]
 
+    log(start_note(settings, network, tokenizer, source))
     log(f"policy: {source}, layers {network.config.layers}")
     adapt(network, settings, runtime.device)
     if is_reward:
@@ -5704,14 +5758,23 @@ def main():
 
     content, facts = finish(run, trainer, tokenizer, metrics, loss_of_choice)
 
-    # Score what the artifact file alone gives back, and what was gained, pair by pair.
-    after = measure(trainer.score(data.held_out))
+    # Score the trained weights, what was gained, pair by pair, and what the artifact alone gives back.
+    scores = trainer.score(data.held_out)
+    after = measure(scores)
     summaries["after"] = pair_summary(after)
     summaries["gain"] = {
         name: mean_interval(after[name].double() - before[name].double())
         for name in after
         if not name.startswith("longer")  # too few pairs may differ in length
     }
+    trainer.take_file(run.folder / "model.upar")
+    packed_scores = trainer.score(data.held_out)
+    packed = measure(packed_scores)
+    summaries["packed"] = pair_summary(packed)
+    lost = (scores - packed_scores).sum() / answer_lengths(data.held_out).sum()
+    if is_reward:  # its scores are no log-probabilities, so the loss counts, in nats per pair
+        lost = packed["loss"].mean() - after["loss"].mean()
+    run.report_packing(lost.item())
     log.metrics(run.step, held_out_metrics(summaries["after"]))
     log(score_table(summaries, summaries["before"]))
     facts |= {

@@ -100,7 +100,7 @@ class Settings:
     eval_stride: int = 512  # stride of the sliding-window score; 0: leave that score out
     eval_stateful: bool = False  # also score whole documents with their state carried on; slow
     # model
-    # a run, a checkpoint or an artifact to train on, whose shape the network has; empty: a new one
+    # a run, a checkpoint or an artifact; empty: a new network, in train_gpt.py and train_sft.py
     init_from: str = ""
     # see ARCH_PRESETS
     arch_mode: Literal["D", "gdn", "hybrid", "baseline", "llama", "qwen2", "qwen3", "qwen3_5"] = "D"

@@ -104,7 +104,7 @@ class Settings:
     reward_model: str = ""
     eval_prompts: int = bounded(512, 2)  # prompts that score the model, at most
     # policy at the start
-    # a run, a checkpoint or an artifact; train_sft.py alone makes a small network if it is empty
+    # a run, a checkpoint or an artifact; empty: a new network, in train_gpt.py and train_sft.py
     init_from: str = ""
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
@@ -4799,14 +4799,56 @@ def score_table(columns, names):
 HANG_SECONDS = 120.0
 
 
+def imported_values(tokenizer_file, weights, lora_rank):
+    """Return the settings that an imported start has in place of the defaults, {} for another start.
+
+    Its weights are a good model already: high rates ruin it in a few steps. So do averages with
+    weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
+    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
+    """
+    if tokenizer_file != "imported.tiktoken":
+        return {}
+    rate, lora_rate = IMPORTED_RATES
+    return {
+        "learning_rate": lora_rate if lora_rank else rate,
+        "qat": False,
+        "ema": False,
+        "swa": False,
+        "matrix_bits": 8,
+        "artifact_bytes_max": 0,
+        "reserve_seconds": reserve_for(weights),
+    }
+
+
+def start_settings(given):
+    """Return values in place of the defaults: those of a run that goes on, or for an imported start.
+
+    given: name of a setting -> text. Raises UserError.
+    """
+    values = stored_settings(given)
+    if values or not given.get("INIT_FROM"):
+        return values
+    stored = read_stored("INIT_FROM", start_file(given["INIT_FROM"]))
+    weights = sum(tensor.numel() for tensor in stored.tensors.values())
+    lora_rank = given.get("LORA_RANK", "0") != "0"
+    return imported_values(stored.tokenizer.name, weights, lora_rank)
+
+
+def start_note(settings, network, tokenizer, source):
+    """Return the lines of the log on INIT_FROM; see describe_start."""
+    weights = count_parameters(network)["total"]
+    values = imported_values(tokenizer.file, weights, settings.lora_rank)
+    return describe_start(settings, source, values)
+
+
 def load_start(settings):
     """Return the network of INIT_FROM, on the CPU, its tokenizer, and their file.
 
-    Raises UserError.
+    Of a run it has the unrounded weights, if they are there. Raises UserError.
     """
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
-    network, tokenizer, source = load_model("INIT_FROM", settings.init_from)
+    network, tokenizer, source = load_model("INIT_FROM", start_file(settings.init_from))
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
     return network, tokenizer, source
@@ -5540,7 +5582,7 @@ def open_run(settings, runtime, network, tokenizer):
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
     identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
     clock = Clock(settings, runtime, replayed_progress(settings))
-    run = Run(settings, runtime, Plan(settings), clock, identity)
+    run = Run(settings, runtime, Plan(settings), clock, identity, asdict(network.config))
     checkpoint = run.open()
     if tokenizer.file != "bytes":
         run.write_file(tokenizer.file, tokenizer.content)
@@ -5606,6 +5648,8 @@ def choose_weights(trainer, averages, exam, problems, log):
             candidates[name] = average.values
     # Adapters are quantized as parts of the weights that they change.
     trainer.qat = not trainer.settings.lora_rank
+    if len(candidates) == 1:
+        return "raw"
     shares = {}
     for name, values in candidates.items():
         with swapped(raw, values):
@@ -5635,8 +5679,11 @@ def changed_share(source, coded, table):
     return changed / count
 
 
-def pack_policy(run, trainer, source):
-    """Write model.upar, the policy alone; return its bytes. source: file of the start."""
+def pack_policy(run, trainer, source, chosen):
+    """Write model.upar, the policy alone, and its unrounded weights; return the artifact's bytes.
+
+    source: file of the start; chosen: which weights the policy has.
+    """
     network = trainer.network
     merge_lora(network)
     tensors = network.state_dict()
@@ -5652,6 +5699,7 @@ def pack_policy(run, trainer, source):
     )
     run.clock.stop()
     run.write_artifact(content)
+    run.write_final(tensors, chosen, tokenizer)
     if run.runtime.rank == 0:
         try:
             share = changed_share(source, coded, trainer.table)
@@ -5664,19 +5712,48 @@ def pack_policy(run, trainer, source):
     return content
 
 
-def score_artifact(run, trainer, exam, samples):
-    """Score the policy that the artifact file alone gives back; return all scores for result.json."""
-    trainer.network, _, _ = load_model("ARTIFACT", str(run.folder))
-    trainer.network.to(run.runtime.device)
+def take_file(trainer, path):
+    """Give the trainer the network of an artifact, or of a checkpoint's folder."""
+    trainer.network, _, _ = load_model("ARTIFACT", str(path))
+    trainer.network.to(trainer.runtime.device)
     trainer.qat = False
+
+
+@torch.no_grad()
+def nats_per_token(trainer, answers):
+    """Return the mean loss of the policy on answers, in nats per token, of all ranks' answers."""
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.runtime.device)
+    for batch in make_batches(answers, trainer.runtime.device, trainer.micro_tokens):
+        logps, _ = token_logps(trainer.network, batch, 1.0)
+        sums += torch.stack([-logps.sum(), batch.mask.sum()])
+    nats, tokens = trainer.runtime.sum(sums).tolist()
+    return nats / max(1.0, tokens)
+
+
+def score_end(run, trainer, exam, samples):
+    """Score the trained weights, and the policy that the artifact file alone gives back; return all
+    scores for result.json.
+
+    What packing has cost is the loss of answers that the trained policy gives to held-out problems:
+    shares of right answers have intervals too wide for it.
+    """
+    take_file(trainer, run.folder / "final")
     after = exam.scores(trainer)
+    samples.scored("end", exam)
+    ranks = trainer.runtime.world_size
+    problems = exam.problems[: 32 * ranks][trainer.runtime.rank :: ranks]
+    seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
+    answers = trainer.sample(problems, 1, trainer.settings.temperature, seeds) if problems else []
+    nats = nats_per_token(trainer, answers)
+    take_file(trainer, run.folder / "model.upar")
     scores = {
         "before": score_intervals(exam.before),
         "after": score_intervals(after),
         "gain": exam.gain(after),
+        "packed": score_intervals(exam.scores(trainer)),
     }
+    run.report_packing(nats_per_token(trainer, answers) - nats)
     run.log.metrics(run.step, held_out_metrics(scores["after"]))
-    samples.scored("end", exam)
     run.log(score_table(scores, scores["gain"]))
     return scores
 
@@ -5971,6 +6048,10 @@ class PPOTrainer(JudgedTrainer, Saved):
 
 
 # -------------------------------------------------------------------------------------------- main
+# Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
+IMPORTED_RATES = (1e-6, 2e-5)
+
+
 def main():
     """Train, pack and score one policy; return the exit code.
 
@@ -5978,7 +6059,7 @@ def main():
     learns nothing.
     """
     begin = time.perf_counter()
-    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device)
     prompts_unit(settings, runtime.world_size)
     problems, choice, held_out = split_problems(settings)
@@ -5991,6 +6072,7 @@ def main():
     run, checkpoint = open_run(settings, runtime, network, tokenizer)
     clock = run.clock
     plan = run.plan
+    run.log(start_note(settings, network, tokenizer, source))
     run.log(
         f"policy: {source}\nproblems: {len(problems)} to train on, "
         f"{len(choice)} to choose between averages, {len(held_out)} held out"
@@ -6082,13 +6164,13 @@ def main():
     # Choosing the weights and packing them are on the clock, too.
     clock.start()
     chosen = choose_weights(trainer, averages, exam, choice, run.log)
-    content = pack_policy(run, trainer, source)
+    content = pack_policy(run, trainer, source, chosen)
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "init_from": source,
         "params": count_parameters(network),
         "weights": chosen,
-        **score_artifact(run, trainer, exam, samples),
+        **score_end(run, trainer, exam, samples),
         "last": metrics,
         "total_seconds": time.perf_counter() - begin,
     }

@@ -104,7 +104,7 @@ class Settings:
     train_on: Literal["assistant", "all"] = "assistant"
     eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
     # model at the start
-    # a run, a checkpoint or an artifact; train_sft.py alone makes a small network if it is empty
+    # a run, a checkpoint or an artifact; empty: a new network, in train_gpt.py and train_sft.py
     init_from: str = ""
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
@@ -5064,14 +5064,56 @@ def score_table(columns, names):
 HANG_SECONDS = 120.0
 
 
+def imported_values(tokenizer_file, weights, lora_rank):
+    """Return the settings that an imported start has in place of the defaults, {} for another start.
+
+    Its weights are a good model already: high rates ruin it in a few steps. So do averages with
+    weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
+    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
+    """
+    if tokenizer_file != "imported.tiktoken":
+        return {}
+    rate, lora_rate = IMPORTED_RATES
+    return {
+        "learning_rate": lora_rate if lora_rank else rate,
+        "qat": False,
+        "ema": False,
+        "swa": False,
+        "matrix_bits": 8,
+        "artifact_bytes_max": 0,
+        "reserve_seconds": reserve_for(weights),
+    }
+
+
+def start_settings(given):
+    """Return values in place of the defaults: those of a run that goes on, or for an imported start.
+
+    given: name of a setting -> text. Raises UserError.
+    """
+    values = stored_settings(given)
+    if values or not given.get("INIT_FROM"):
+        return values
+    stored = read_stored("INIT_FROM", start_file(given["INIT_FROM"]))
+    weights = sum(tensor.numel() for tensor in stored.tensors.values())
+    lora_rank = given.get("LORA_RANK", "0") != "0"
+    return imported_values(stored.tokenizer.name, weights, lora_rank)
+
+
+def start_note(settings, network, tokenizer, source):
+    """Return the lines of the log on INIT_FROM; see describe_start."""
+    weights = count_parameters(network)["total"]
+    values = imported_values(tokenizer.file, weights, settings.lora_rank)
+    return describe_start(settings, source, values)
+
+
 def load_start(settings):
     """Return the network of INIT_FROM, on the CPU, its tokenizer, and their file.
 
-    Raises UserError.
+    Of a run it has the unrounded weights, if they are there. Raises UserError.
     """
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
-    network, tokenizer, source = load_model("INIT_FROM", settings.init_from)
+    network, tokenizer, source = load_model("INIT_FROM", start_file(settings.init_from))
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
     return network, tokenizer, source
@@ -5315,7 +5357,7 @@ def open_run(settings, steps, network, tokenizer, runtime, data_sha256):
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
     identity |= {"data_sha256": data_sha256, "tokenizer_sha256": tokenizer.sha256}
     identity |= asdict(network.config)
-    run = Run(settings, runtime, plan, clock, identity)
+    run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
     run.log.iterations = steps
     checkpoint = run.open()
     if tokenizer.file != "bytes":
@@ -5382,6 +5424,12 @@ class Finetuner:
         else:
             self.network.to(self.runtime.device)
 
+    def take_file(self, path):
+        """Take the network that the file of an artifact, or the folder of a checkpoint, gives back."""
+        self.network, *_ = load_model("ARTIFACT", str(path))
+        self.qat = False
+        self.place_network()
+
     def weights(self):
         """Return a context in which weights are rounded as in the artifact if QAT is on."""
         if self.settings.shard:
@@ -5427,6 +5475,8 @@ def choose_weights(trainer, loss, log):
     for name, average in trainer.averages.items():
         if average.count:
             candidates[name] = average.values
+    if len(candidates) == 1:
+        return "raw"
     losses = {}
     for name, values in candidates.items():
         with swapped(params, values):
@@ -5441,8 +5491,8 @@ def finish(run, trainer, tokenizer, metrics, loss):
     """Choose, quantize and pack the weights; this is on the clock, too.
 
     metrics: of the last step, which is logged. loss: function without arguments, the loss of the present weights.
-    Return the artifact and facts for result.json. The trainer has the network that the artifact
-    file alone gives back.
+    Return the artifact and facts for result.json. The trainer has the network that the folder
+    `final` gives back: the chosen weights, adapters merged, before they were rounded.
     """
     handle_stop_signals(signal.SIG_DFL)
     run.end_training()
@@ -5464,9 +5514,8 @@ def finish(run, trainer, tokenizer, metrics, loss):
         )
     run.clock.stop()
     content = run.write_artifact(content).read_bytes()
-    trainer.network, *_ = load_model("ARTIFACT", str(run.folder))
-    trainer.qat = False
-    trainer.place_network()
+    run.write_final(state, chosen, tokenizer)
+    trainer.take_file(run.folder / "final")
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "data_sha256": run.identity["data_sha256"],
@@ -5570,6 +5619,10 @@ def distilled_losses(student, teacher, projection, batch, settings):
     if settings.kd_loss == "projection":
         return nats, (features @ projection[0].T - teacher_features).square().mean(1)
     return nats, divergence(logits, teacher_logits, settings)
+
+
+# Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
+IMPORTED_RATES = (1e-5, 2e-4)
 
 
 class SFTTrainer(Finetuner, Saved):
@@ -5699,7 +5752,7 @@ def load_teacher(settings, tokenizer, runtime):
 def main():
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
-    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=stored_settings)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device)
     unit = settings.train_seq_len * runtime.world_size
     if settings.train_batch_tokens % unit:
@@ -5739,6 +5792,8 @@ def main():
     clock = run.clock
     log("\n".join(notes))
     run.parts.update(projection=trainer.projection, trainer=trainer, **trainer.parts)
+    if settings.init_from:
+        log(start_note(settings, network, tokenizer, source))
     log(f"model: {source}, layers {network.config.layers}")
     log(f"parameters: {name_values(count_parameters(network))}")
     log(f"batch: an epoch is {len(windows_of(0))} windows in {epoch_steps} steps")
@@ -5824,7 +5879,7 @@ def main():
 
     content, facts = finish(run, trainer, tokenizer, metrics, loss_of_choice)
 
-    # Score what the artifact file alone gives back, and what was gained, row by row.
+    # Score the trained weights, what was gained, row by row, and what the artifact alone gives back.
     scores = trainer.score(data.held_out)
     nats, tokens, right = trainer.start["before"].cpu().T
     summaries["after"] = row_summary(scores)
@@ -5832,6 +5887,9 @@ def main():
         "loss": ratio_interval(nats - scores[:, 0], tokens),
         "accuracy": ratio_interval(scores[:, 2] - right, tokens),
     }
+    trainer.take_file(run.folder / "model.upar")
+    summaries["packed"] = row_summary(trainer.score(data.held_out))
+    run.report_packing(summaries["packed"]["loss"][0] - summaries["after"]["loss"][0])
     log.metrics(run.step, held_out_metrics(summaries["after"]))
     log(score_table(summaries, summaries["before"]))
     facts |= {

@@ -299,7 +299,7 @@ def packed_run(folder, **changes):
     run.open()
     network = tiny_network().float()
     coded = T.quantize_all(network.state_dict(), T.quant_table(settings))
-    header = dict(settings=asdict(network.config), tokenizer_sha256="", meta={})
+    header = dict(settings=asdict(network.config), tokenizer_sha256="", meta={"tokenizer": "bytes"})
     content = T.pack_artifact(network.state_dict(), coded, **header)
     (run.folder / "model.upar").write_bytes(content)
     return run, run.folder / "model.upar"

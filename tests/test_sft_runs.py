@@ -74,7 +74,7 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     result = place.result(straight)
     log = place.log(straight)
     for name in ("loss", "accuracy"):
-        scores = [result[key][name] for key in ("before", "after", "gain")]
+        scores = [result[key][name] for key in ("before", "after", "gain", "packed")]
         cells = [re.escape("{:.4f} [{:.4f}, {:.4f}]".format(*score)) for score in scores]
         assert re.search(rf"^ +{name} +{' *'.join(cells)}$", log, re.M)
     steps = place.steps(straight)
@@ -97,10 +97,19 @@ def test_it_learns_and_all_phases_fire(place, straight):
 
 def test_the_file_alone_gives_the_score(place, straight):
     """sample.py's load_model and a forward of each held-out row by itself: loss, accuracy,
-    intervals and gain.
+    intervals and gain; of the trained weights, and of the artifact.
     """
+    for file, name in (("final", "after"), ("model.upar", "packed")):
+        check_score_of_file(place, straight, file, name)
+    after, packed = (place.result(straight)[name]["loss"][0] for name in ("after", "packed"))
+    assert after != packed == pytest.approx(after, abs=0.05)
+    assert f"packing: {packed - after:+.4f} nats per token against" in place.log(straight)
+
+
+def check_score_of_file(place, straight, file, key):
+    """Check the scores that the result has under this key: they are of the file's network."""
     result = place.result(straight)
-    network, *_ = P.load_model("ARTIFACT", str(place.of(straight)))
+    network, *_ = P.load_model("ARTIFACT", str(place.of(straight) / file))
     found = []
     for row in read(place.tiny["TRAIN_FILES"]).held_out:
         said = row.targets >= 0
@@ -109,14 +118,15 @@ def test_the_file_alone_gives_the_score(place, straight):
             logits = network(row.ids[None])[0, said]
         nats = F.cross_entropy(logits, row.targets[said]).item()
         found.append([nats, (logits.argmax(-1) == row.targets[said]).float().mean().item()])
-    assert result["after"]["rows"] == len(found) and result["after"]["tokens"] == 4 * len(found)
+    assert result[key]["rows"] == len(found) and result[key]["tokens"] == 4 * len(found)
     for name, each, sign in zip(("loss", "accuracy"), np.array(found).T, (-1, 1), strict=True):
-        mean, low, high = result["after"][name]
+        mean, low, high = result[key][name]
         assert mean == pytest.approx(each.mean(), rel=1e-4)
         assert high - mean == pytest.approx(1.96 * each.std(ddof=1) / len(each) ** 0.5, rel=1e-3)
         assert high - mean == pytest.approx(mean - low)
         change = mean - result["before"][name][0]
-        assert result["gain"][name][0] == pytest.approx(sign * change)
+        if key == "after":
+            assert result["gain"][name][0] == pytest.approx(sign * change)
 
 
 def test_rl_goes_on_from_here(place, straight):
@@ -199,7 +209,12 @@ def test_adapters_alone_are_trained_and_the_artifact_has_none(place, straight):
     _, tensors, _ = S.read_artifact(place.of("lora") / "model.upar")
     assert not any("lora" in name or "parametrizations" in name for name in tensors)
     result = place.result("lora")
-    assert result["init_from"] == str(place.of(straight) / "model.upar")
+    assert result["init_from"] == str(place.of(straight) / "final")
+    assert f"start: {place.of(straight) / 'final'}\n" in place.log("lora")
+    final = place.of("lora") / "final"
+    assert sorted(path.name for path in final.iterdir()) == ["SHA256SUMS", "meta.json", "model.pt"]
+    state = torch.load(final / "model.pt", weights_only=True)
+    assert state.keys() == tensors.keys()  # adapters are merged
     assert result["gain"]["loss"][0] > 0 and result["before"] == place.result(straight)["after"]
 
 
@@ -236,7 +251,7 @@ def test_a_half_size_student_learns_from_a_teacher(place, straight):
     assert result["gain"]["loss"][1] > 0.3 and steps[-1]["kd"] < steps[0]["kd"]
     for step in steps:
         assert step["loss"] == pytest.approx(0.5 * step["nats"] + 0.5 * step["kd"], rel=1e-3)
-    teacher = place.result(straight)["after"]
+    teacher = place.result(straight)["packed"]
     assert {name: result["teacher"][name] for name in teacher} == teacher
     assert re.search(r"^ +before +teacher$", place.log("half run"), re.M)
     place.run("half stopped", stop_at(17), 128 + signal.SIGTERM, **given)

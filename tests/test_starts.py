@@ -10,7 +10,6 @@ import pytest
 import torch
 from test_weights import network, pack, refused, save
 
-import quantize as Q
 import train_gpt as T
 import train_sft as S
 from conftest import TINY, Place, refusal
@@ -27,7 +26,10 @@ FIELDS = [
     (dict(norms=7), "has the field norms=7: must be of type str"),
     (dict(tie_embeddings=1), "has the field tie_embeddings=1: must be of type bool"),
     (dict(gdn_shape={}), "has the field gdn_shape={}: must be of type list"),
-    (dict(mlp="swish"), "has settings that make no network: ValueError(\"mlp='swish': no such kind"),
+    (
+        dict(mlp="swish"),
+        "has settings that make no network: ValueError(\"mlp='swish': no such kind",
+    ),
     (dict(norms="rms rms rms dyt"), "norm='dyt': no such kind"),
     (dict(layers="g s A1 M1"), "'M1' is no kind of layer"),
     (dict(positions="alibi"), "positions='alibi': no such kind"),
