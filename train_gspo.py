@@ -3936,31 +3936,6 @@ class Run(Saved):
             "shape": self.shape,
         }
 
-    def write_final(self, tensors, weights, tokenizer):
-        """Write the folder `final`, in the form of a checkpoint: the weights that were packed, before
-        they were rounded. weights: which they are, raw or an average.
-
-        INIT_FROM takes them from there: the artifact does not have a change of a weight that is
-        smaller than its step.
-        """
-        if self.runtime.rank == 0:
-            identity = {**self.identity, "tokenizer_sha256": tokenizer.sha256}
-            meta = {**self.meta(), "identity": identity, "weights": weights}
-            write_checkpoint(self.folder / "final", {"model": tensors}, meta)
-        self.runtime.agree(None)
-
-    def report_packing(self, nats):
-        """Log the nats per token that packing has cost; many of them are an event and a warning."""
-        self.log(f"packing: {nats:+.4f} nats per token against the trained weights")
-        if not nats <= PACKING_NATS:
-            self.event("packing_lost", nats=nats)
-            self.log(
-                f"warning: PACKING HAS COST {nats:.3f} NATS PER TOKEN: the artifact is a worse model "
-                f"than the one that was trained, which is in {self.folder / 'final'}; INIT_FROM "
-                "takes that one. QAT=1 or a higher MATRIX_BITS loses less",
-                sys.stderr,
-            )
-
     def load(self, folder):
         """Restore a checkpoint. Raises UserError if the run would become another one."""
         meta = read_meta(folder)
@@ -4130,6 +4105,33 @@ class Run(Saved):
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
+
+
+def write_final(run, tensors, weights, tokenizer):
+    """Write the folder `final`, in the form of a checkpoint: the weights that were packed, before
+    they were rounded. weights: which they are, raw or an average.
+
+    INIT_FROM takes them from there: the artifact does not have a change of a weight that is
+    smaller than its step.
+    """
+    if run.runtime.rank == 0:
+        identity = {**run.identity, "tokenizer_sha256": tokenizer.sha256}
+        meta = {**run.meta(), "identity": identity, "weights": weights}
+        write_checkpoint(run.folder / "final", {"model": tensors}, meta)
+    run.runtime.agree(None)
+
+
+def report_packing(run, nats):
+    """Log the nats per token that packing has cost; many of them are an event and a warning."""
+    run.log(f"packing: {nats:+.4f} nats per token against the trained weights")
+    if not nats <= PACKING_NATS:
+        run.event("packing_lost", nats=nats)
+        run.log(
+            f"warning: PACKING HAS COST {nats:.3f} NATS PER TOKEN: the artifact is a worse model "
+            f"than the one that was trained, which is in {run.folder / 'final'}; INIT_FROM "
+            "takes that one. QAT=1 or a higher MATRIX_BITS loses less",
+            sys.stderr,
+        )
 
 
 # === end: checkpoint ===
@@ -5711,7 +5713,7 @@ def pack_policy(run, trainer, source, chosen):
     )
     run.clock.stop()
     run.write_artifact(content)
-    run.write_final(tensors, chosen, tokenizer)
+    write_final(run, tensors, chosen, tokenizer)
     if run.runtime.rank == 0:
         try:
             share = changed_share(source, coded, trainer.table)
@@ -5764,7 +5766,7 @@ def score_end(run, trainer, exam, samples):
         "gain": exam.gain(after),
         "packed": score_intervals(exam.scores(trainer)),
     }
-    run.report_packing(nats_per_token(trainer, answers) - nats)
+    report_packing(run, nats_per_token(trainer, answers) - nats)
     run.log.metrics(run.step, held_out_metrics(scores["after"]))
     run.log(score_table(scores, scores["gain"]))
     return scores

@@ -100,7 +100,8 @@ def test_a_checkpoint_says_its_shape_apart(tmp_path):
     meta = json.loads((checkpoint / "meta.json").read_text())
     shape = {**vars(net.config), "conv_taps": 4}
     for given, fault in ((shape, "'conv_taps' that this"), ([], "lacks"), (3, "has no settings")):
-        T.write_checkpoint(checkpoint, {"model": net.state_dict()}, {**meta, "shape": given})
+        parts = {"model": net.state_dict(), "training": {}}
+        T.write_checkpoint(checkpoint, parts, {**meta, "shape": given})
         if given:
             assert fault in refused(checkpoint)
         else:  # an older one has it among the identity of the run
