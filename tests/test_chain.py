@@ -79,11 +79,11 @@ def test_each_link_reads_what_the_one_before_wrote(tmp_path):
     judge = chain.train("judge", "train_dpo.py", 7, OBJECTIVE="reward", **pairs)
     dpo = chain.train("dpo", "train_dpo.py", 7, **pairs)
     assert 0 <= judge["after"]["accuracy"][0] <= 1
-    assert dpo["init_from"] == str(chain.of("sft") / "model.upar")
+    assert dpo["init_from"] == str(chain.of("sft") / "final")
     rollout = dict(PROMPTS_PER_STEP=4, GROUP_SIZE=2, MAX_NEW_TOKENS=8, **few)
     models = dict(INIT_FROM=chain.of("dpo"), REWARD_MODEL=chain.of("judge"))
     ppo = chain.train("ppo", "train_ppo.py", 7, **models, **rollout)
-    assert ppo["init_from"] == str(chain.of("dpo") / "model.upar")
+    assert ppo["init_from"] == str(chain.of("dpo") / "final")
     models = dict(INIT_FROM=chain.of("half"), TEACHER=chain.of("ppo"))
     small = chain.train("small", "train_sft.py", 7, **models, **few)
     assert small["params"]["total"] < 0.7 * ppo["params"]["total"]

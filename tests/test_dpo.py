@@ -3,6 +3,7 @@ reference's cache, runs.
 """
 
 import functools
+import itertools
 import json
 import math
 import random
@@ -494,12 +495,13 @@ def test_the_file_alone_gives_the_scores(place, reward, straight, float32):
     log-probabilities.
     """
     data, _ = load(place.tiny["TRAIN_FILES"], eval_prompts=64)
-    for out, kind in ((reward, True), (straight, False)):
-        network, tokenizer, _ = P.load_model("ARTIFACT", str(place.of(out)))
+    cases = itertools.product(((reward, True), (straight, False)), ("final", "model.upar"))
+    for (out, kind), file in cases:
+        network, tokenizer, _ = P.load_model("ARTIFACT", str(place.of(out) / file))
         assert hasattr(network, "w_value") == kind and tokenizer.sha256 == BYTES.sha256
         with torch.no_grad():
             scores = torch.stack([by_hand(network, pair, kind) for pair in data.held_out])
-        after = place.result(out)["after"]
+        after = place.result(out)["after" if file == "final" else "packed"]
         name = "reward" if kind else "logp"
         found = [after[f"{side}_{name}"][0] for side in ("chosen", "rejected")]
         assert found == pytest.approx(scores.mean(0).tolist(), abs=1e-4)
@@ -559,7 +561,7 @@ def test_other_objectives_end_well(place, straight):
             result["after"]["loss"][0]
         )
     assert P.load_model("ARTIFACT", str(place.of("other reward")))[0].config.train_seq_len == 2100
-    assert f"policy: {place.of(straight) / 'model.upar'}" in place.log("other reward")
+    assert f"policy: {place.of(straight) / 'final'}" in place.log("other reward")
 
 
 def test_no_checkpoint_goes_on_with_other_rows(place, straight):

@@ -122,7 +122,7 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     assert {name: float(settings[name]) for name in tiny if settings[name][0].isdigit()} == {
         name: float(text) for name, text in tiny.items() if text[0].isdigit()
     }
-    assert result["init_from"] == str(place.tiny["INIT_FROM"] / "model.upar")
+    assert result["init_from"] == str(place.tiny["INIT_FROM"] / "final")
     assert f"\npolicy: {result['init_from']}\nproblems: " in log
     columns = [result[key] for key in ("before", "after", "gain")]
     for name in ("greedy", "pass1", "pass2"):
@@ -304,17 +304,18 @@ def test_two_ranks_draw_the_same_samples_and_learn_the_same(place, straight):
 
 # -------------------------------------------------------------------------------- where they start
 def test_a_run_goes_on_from_a_run_a_checkpoint_or_an_artifact(place, grpo):
-    """GSPO from what GRPO left. The artifact's policy is scored as at its run's end; that of the
-    checkpoint has its weights.
+    """GSPO from what GRPO left. The trained policy and the artifact's are scored as at the run's end;
+    that of the checkpoint has its weights.
     """
     found = {}
     for file in ("", "model.upar", "step_000010"):
         out = f"from {file}"
         place.run(out, script="train_gspo", **{**SHORT, "INIT_FROM": grpo / file, "ITERATIONS": 1})
         found[file] = place.result(out)
-        assert found[file]["init_from"] == str(grpo / (file or "model.upar"))
-    after = json.loads((grpo / "result.json").read_text())["after"]
-    assert found[""]["before"] == found["model.upar"]["before"] == after
+        assert found[file]["init_from"] == str(grpo / (file or "final"))
+    result = json.loads((grpo / "result.json").read_text())
+    assert found[""]["before"] == result["after"]
+    assert found["model.upar"]["before"] == result["packed"]
     start = torch.load(grpo / "step_000010" / "model.pt", weights_only=True)
     first = place.checkpoint("from step_000010", 0)
     assert start.keys() == first.keys()
