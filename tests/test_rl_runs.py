@@ -124,7 +124,7 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     }
     assert result["init_from"] == str(place.tiny["INIT_FROM"] / "final")
     assert f"\npolicy: {result['init_from']}\nproblems: " in log
-    columns = [result[key] for key in ("before", "after", "gain")]
+    columns = [result[key] for key in ("before", "after", "gain", "packed")]
     for name in ("greedy", "pass1", "pass2"):
         row = " +".join(r"{:.4f} \[{:.4f}, {:.4f}\]".format(*scores[name]) for scores in columns)
         assert re.search(rf"^ +{name} +{row}$", log, re.M), row
