@@ -466,6 +466,43 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
 # === end: settings ===
 
 
+# === shared: streams ===
+def open_streams():
+    """Let the standard streams take any text; one that is closed leads nowhere.
+
+    A file that is opened later would get the number of a closed stream, and what libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_stream(stream):
+    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere.
+    """
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        drop_stream(stream)
+        return error
+    return None
+
+
+# === end: streams ===
+
+
 # === shared: runtime ===
 # The variables by which torchrun tells a process who it is.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -571,34 +608,6 @@ def start_runtime(device):
     return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
 
 
-def open_streams():
-    """Let the standard streams take any text; one that is closed leads nowhere.
-
-    A file that is opened later would get the number of a closed stream, and what libraries print.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
-
-
-def write_stream(stream, text):
-    """Write text to a standard stream; return the OSError if nobody takes it, else None.
-
-    From then on the stream leads nowhere, so that no later output fails, Python's at exit included.
-    """
-    try:
-        stream.write(text)
-        stream.flush()
-    except OSError as error:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
-        return error
-    return None
-
-
 def run_main(main):
     """Return the exit code of `main`, when all its output is written. Raises OSError."""
     try:
@@ -607,7 +616,7 @@ def run_main(main):
         code = end.code
     error = write_stream(sys.stdout, "")
     if error:
-        raise error
+        raise type(error)(error.errno, error.strerror, "standard output")
     return code
 
 
@@ -621,7 +630,7 @@ def exit_code(main):
     try:
         return run_main(main)
     except BrokenPipeError:
-        write_stream(sys.stdout, "")
+        drop_stream(sys.stdout)
         return 141  # 128 and SIGPIPE
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank != "0":
@@ -3444,6 +3453,7 @@ LOAD_ERRORS = (
     AttributeError,
     EOFError,
     LookupError,
+    OSError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -3521,6 +3531,11 @@ def checkpoint_to_resume(folder):
     newest, faults = newest_checkpoint(folder)
     if newest is None:
         raise UserError(f"{prefix} has no whole checkpoint; {'; '.join(faults)}")
+    if not (newest / "training.pt").is_file():
+        raise UserError(
+            f"{prefix} is a model that quantize.py wrote, not a run: {newest} has no training.pt; "
+            "INIT_FROM starts from it"
+        )
     return newest
 
 

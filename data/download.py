@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import hashlib
 import http.client
 import itertools
@@ -45,6 +46,43 @@ from tiktoken.load import read_file_cached
 
 class UserError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
+
+
+# === shared: streams ===
+def open_streams():
+    """Let the standard streams take any text; one that is closed leads nowhere.
+
+    A file that is opened later would get the number of a closed stream, and what libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_stream(stream):
+    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere.
+    """
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        drop_stream(stream)
+        return error
+    return None
+
+
+# === end: streams ===
 
 
 # === shared: tokenizer ===
@@ -631,6 +669,36 @@ def yardsticks(train, val, tokenizer, val_bytes):
 # === end: preparation ===
 
 
+# === shared: command ===
+class Output:
+    """Standard output of a command that prints its progress: without a reader the work goes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        """Write text to the stream, or nowhere if nobody takes it."""
+        write_stream(self.stream, text)
+
+    def flush(self):
+        """Do nothing: every write is flushed."""
+
+
+def run_command(run):
+    """Run a command and return its exit code: 2 after a mistake of the user, which is one line."""
+    open_streams()
+    try:
+        with contextlib.redirect_stdout(Output(sys.stdout)):
+            run()
+    except UserError as error:
+        write_stream(sys.stderr, f"error: {error}\n")
+        return 2
+    return 0
+
+
+# === end: command ===
+
+
 HUB = "https://huggingface.co/datasets"
 VARIANTS = {
     "sp1024": f"{HUB}/willdepueoai/parameter-golf/resolve/main/datasets",
@@ -896,11 +964,9 @@ def run(arguments=None):
 
 def main():
     """Run the command. A mistake of the user is one line, and the exit code is 2."""
-    try:
-        run()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    code = run_command(run)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

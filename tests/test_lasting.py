@@ -2,7 +2,10 @@
 and replays.
 """
 
+import contextlib
+import io
 import json
+import os
 import random
 import re
 import shutil
@@ -82,6 +85,22 @@ def newest(folder):
 
 def steps_logged(place, out, what="/"):
     return [int(step) for step in re.findall(rf"^step:(\d+){what}", place.log(out), re.M)]
+
+
+def metrics_of(place, out):
+    """Return the objects of metrics.jsonl, which has no line that is cut short."""
+    text = (place.of(out) / "metrics.jsonl").read_text(encoding="utf-8")
+    assert text.endswith("\n") and "NaN" not in text and "Infinity" not in text
+    return list(map(json.loads, text.splitlines()))
+
+
+def losses_of(place, out):
+    """Return step -> loss of the trained steps of metrics.jsonl, each of which stands there once."""
+    rows = [row for row in metrics_of(place, out) if "train_loss" in row]
+    assert all(row.keys() == rows[0].keys() for row in rows)
+    losses = {row["step"]: row["train_loss"] for row in rows}
+    assert len(losses) == len(rows)
+    return losses
 
 
 def events(place, out, name="event"):
@@ -229,6 +248,50 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(place, straight, stopped
     )
     assert events(place, "damaged", "step") == [4]
     assert_same(place, "damaged", straight)
+    assert losses_of(place, "damaged") == losses_of(place, straight)
+
+
+CUT_SUMS = {
+    "empty": lambda lines: [],
+    "without the last line": lambda lines: lines[:-1],
+    "without the first line": lambda lines: lines[1:],
+    "without a newline": lambda lines: [*lines[:-1], lines[-1][:-1]],
+    "one space": lambda lines: [line.replace("  ", " ") for line in lines],
+    "three spaces": lambda lines: [line.replace("  ", "   ") for line in lines],
+    "double names": lambda lines: [*lines, lines[0]],
+    "a path": lambda lines: [*lines, lines[0].replace("meta", "../step_000004/meta")],
+    "capitals": lambda lines: [line.upper() for line in lines],
+    "a binary mark": lambda lines: [line.replace("  ", " *") for line in lines],
+    "line ends of Windows": lambda lines: [line.replace("\n", "\r\n") for line in lines],
+    "a byte order mark": lambda lines: ["\ufeff", *lines],
+    "an empty line": lambda lines: ["\n", *lines],
+    "only spaces": lambda lines: ["  \n"],
+}
+
+
+@pytest.mark.parametrize("how", CUT_SUMS)
+def test_a_checkpoint_is_whole_only_if_its_sums_name_every_file(pair, how):
+    older, newer = pair
+    path = newer / "SHA256SUMS"
+    path.write_text("".join(CUT_SUMS[how](path.read_text().splitlines(keepends=True))), newline="")
+    flip(newer / "model.pt")  # what such a list let pass
+    found, (fault,) = newest(older.parent)
+    assert found == older and "\n" not in fault
+    (path.unlink(), newer.rename(older.parent / "elsewhere"))
+    assert newest(older.parent) == (older, [])
+
+
+def test_a_folder_without_training_is_whole_if_it_lists_what_it_has(tmp_path):
+    """What quantize.py writes, and final/, have no training.pt."""
+    folder = tmp_path / "final"
+    T.write_checkpoint(folder, {"model": {}, "coded": {}}, {"step": 3})
+    assert T.checkpoint_fault(folder) == "" and list(tmp_path.iterdir()) == [folder]
+    lines = (folder / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (folder / "SHA256SUMS").write_text("".join(line for line in lines if "coded" not in line))
+    assert T.checkpoint_fault(folder) == "SHA256SUMS does not name coded.pt"
+    folder.rename(tmp_path / "step_000003")
+    fault = "SHA256SUMS does not name coded.pt and training.pt"
+    assert T.checkpoint_fault(tmp_path / "step_000003") == fault
 
 
 # ------------------------------------------------------------------------------------------ signals
@@ -248,7 +311,20 @@ def test_a_signal_ends_the_step_saves_and_leaves(place, straight, name, step):
     expected = ("resume", step, 1, {})
     assert tuple(event[key] for key in ("event", "step", "ranks", "changed")) == expected
     assert steps_logged(place, out) == list(range(1, 17))
+    assert losses_of(place, out) == losses_of(place, straight)
     assert_same(place, out, straight)
+
+
+def test_a_terminal_that_is_closed_saves_and_nohup_goes_on(place):
+    default = "import signal\nsignal.signal(signal.SIGHUP, signal.{})\n"
+    place.run("hangup", default.format("SIG_DFL") + stop_at(2, "SIGHUP"), 129)
+    assert place.log("hangup").endswith(f"after step 3; RESUME={place.of('hangup')} continues it\n")
+    assert [*losses_of(place, "hangup")] == [1, 2, 3]
+    short = dict(ITERATIONS=4, QAT=0, EMA=0, SWA=0)
+    place.run("nohup", default.format("SIG_IGN") + stop_at(2, "SIGHUP"), **short)
+    assert place.result("nohup")["ended"] == "iterations"
+    line = "training has ended after step 4 of 4: all steps are done"
+    assert f"\n{line}\n" in place.log("nohup")
 
 
 def test_a_signal_during_a_save_lets_it_end(place, straight):
@@ -394,6 +470,7 @@ def test_replays_of_a_wallclock_run_are_the_same_to_the_byte(place, source):
     assert_same(place, "again", source)
     assert place.result("again")["events"] == []
     assert len(place.result(source)["phases"]) == 5
+    assert [place.result(out)["ended"] for out in (source, "again")] == ["clock", "replay"]
     assert len(steps_kept(place.of("again"))) == 1  # the end, whatever SAVE_EVERY says
     begin, *middle, last = steps_logged(place, source, " saved")
     assert (begin, middle[0], last) == (0, 15, place.result(source)["steps"])
@@ -615,10 +692,41 @@ def test_ten_bad_steps_in_a_row_end_the_run(place):
     said = "error: 10 steps in a row had a loss or gradient that is not finite; the last checkpoint"
     assert child.err == f"{said} of {folder} is good\n"
     assert place.log("diverged").count("event: skipped_step ") == 10
+    assert place.log("diverged").endswith(f"{said.removeprefix('error: ')} of {folder} is good\n")
+    assert [row["train_loss"] for row in metrics_of(place, "diverged")[3:]] == [None] * 9
     assert not (folder / "result.json").exists()
     assert steps_without_effect(child)[0] == 14  # the tenth is known in the step after it
     place.run("nine", spoil(dict.fromkeys([*range(3, 12), *range(13, 15)], "gradient")))
     assert place.result("nine")["skipped_steps"] == 11
+
+
+def test_a_bad_start_is_not_called_good(place):
+    """Weights of NaN at the first step, in a later one, and a loss that was never finite."""
+    spoil_weights = "next(model.parameters()).data[3] = float('nan')"
+    child = place.run("bad start", at(0, spoil_weights), 1)
+    name = "error: the weights embed are not finite"
+    assert child.err == f"{name}, nor is the first loss: the start is bad, INIT_FROM=''\n"
+    assert place.run("bad later", at(2, spoil_weights), 1).err == f"{name}\n"
+    child = place.run("bad data", spoil(dict.fromkeys(range(99), "loss")), 1)
+    assert child.err.endswith("not finite, from the first on: the start or the data are bad\n")
+
+
+def test_a_clock_that_ends_a_run_before_its_steps_says_so(place):
+    """On a slow machine: a step takes 8.5 s of a clock of 150 s."""
+    slow = TICKS + "inner = T.forward_backward\n"
+    slow += "def late(*words):\n    Tick.seconds += 8.5\n    return inner(*words)\n"
+    slow += "T.forward_backward = late\n"
+    clock = dict(ITERATIONS=60, MAX_WALLCLOCK_SECONDS=150, RESERVE_SECONDS=5)
+    child = place.run("slow", slow, **clock)
+    result = place.result("slow")
+    (event,) = result["events"]
+    assert event == {"event": "ended_by_clock", "step": result["steps"], "iterations": 60}
+    assert result["ended"] == "clock" and 16 <= result["steps"] <= 17
+    line = f"training has ended after step {result['steps']} of 60: MAX_WALLCLOCK_SECONDS=150 less "
+    assert f"\n{line}RESERVE_SECONDS=5 leave no time for another one\n" in place.log("slow")
+    assert child.err.startswith(f"note: the clock ended training after {result['steps']} of 60 ")
+    rates = [row["lr_mul"] for row in metrics_of(place, "slow") if "lr_mul" in row]
+    assert len(rates) == result["steps"] and min(rates) > 0.05 and rates[0] == rates[1] == 1
 
 
 # ----------------------------------------------------------------------------------- data and disk
@@ -675,6 +783,51 @@ def test_a_full_disk_under_the_terminal_does_not_end_the_run(place, straight):
     assert place.log("full terminal").count(f"\nnote: {note}\n") == 1
     assert place.artifact("full terminal") == place.artifact(straight)
     assert (place.of("full terminal") / "result.json").exists()
+
+
+ENDS = {
+    "a closed pipe": "import os\nr, w = os.pipe()\nos.close(r)\nos.dup2(w, 1)\n",
+    "closed": "import os, sys\nfor n in (0, 1, 2): os.close(n)\n"
+    "sys.stdin = sys.stdout = sys.stderr = None\n",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_output_that_ends_does_not_end_the_log(place, how):
+    out = f"output {how}"
+    place.run(out, ENDS[how], ITERATIONS=4, QAT=0, EMA=0, SWA=0)
+    log = place.log(out)
+    assert log.splitlines()[-1] == "events: []" and len(losses_of(place, out)) == 4
+    assert log.count("note: the output has ended ([Errno 32] Broken pipe)") == (how != "closed")
+
+
+def test_streams_take_any_text(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", None)
+    T.open_streams()
+    assert T.write_stream(sys.stdout, "größer \ud800\n") is None
+    assert written.getvalue() == b"gr\\xf6\\xdfer \\ud800\n"
+    assert T.write_stream(sys.stderr, "nowhere") is None
+    sys.stderr.close()
+
+
+def test_a_command_whose_reader_is_gone_ends_plainly(capfd):
+    def main():
+        print("x" * 100_000, flush=True)
+
+    read, write = os.pipe()
+    os.close(read)
+    for number, code in ((write, 141), (os.open("/dev/full", os.O_WRONLY), 1)):
+        with open(number, "w") as stream, contextlib.redirect_stdout(stream):
+            assert T.exit_code(main) == code
+            if code == 141:  # it leads nowhere now
+                assert T.exit_code(lambda: print("lost")) is None
+    line = "error: [Errno 28] No space left on device\n"
+    assert capfd.readouterr().err == line
+    with open("/dev/full", "w") as stream, contextlib.redirect_stdout(stream):
+        assert T.exit_code(lambda: print("kept until the end")) == 1
+    assert capfd.readouterr().err == line.replace("\n", ": 'standard output'\n")
 
 
 @pytest.mark.parametrize(

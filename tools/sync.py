@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "bounds",
     "settings",
+    "streams",
     "runtime",
     "machine",
     "tokenizer",
@@ -36,6 +37,7 @@ ORDER = (
     "conversations",
     "preferences",
     "preparation",
+    "command",
     "batches",
     "kernels",
     "model",
