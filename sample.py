@@ -3611,6 +3611,79 @@ def exact_match(prompts, completions, answer):
     return marks
 
 
+def plain_text(row, *names):
+    """Return the text in the first of these columns that is not null, or None. Numbers are texts.
+
+    Raises RowError.
+    """
+    for name in names:
+        value = row.get(name)
+        if value is None:
+            continue
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str):
+            raise RowError(f"field {name!r} is no text")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RowError("half a surrogate pair, which is no Unicode") from None
+        return value
+    return None
+
+
+def plain_messages(name, messages):
+    """Return messages with a role and a text each, the last a user's. Raises RowError."""
+    plain = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise RowError(f"field {name!r} is no list of messages")
+        more = [key for key, value in message.items() if value is not None]
+        more = sorted({*more} - {"role", "content"})
+        if more:
+            raise RowError(f"a message has {', '.join(more)!r:.80}, which is not read in problems")
+        if message.get("role") not in ("system", "user", "assistant"):
+            raise RowError(f"unknown role {message.get('role')!r:.30}")
+        plain.append({"role": message["role"], "content": plain_text(message, "content") or ""})
+    if not plain or plain[-1]["role"] != "user":
+        raise RowError(f"field {name!r} does not end with a user's message")
+    return plain
+
+
+def problem_of(row):
+    """Return a problem: all columns of a row, with its `prompt`, a text or messages, and its `answer`,
+    a text or None.
+
+    The prompt is in `prompt`, `question` or `problem`, or `messages`, whose last one may be the
+    answer; the answer in `answer`, `solution` or `ground_truth`. Raises RowError.
+    """
+    answer = plain_text(row, "answer", "solution", "ground_truth")
+    names = [
+        name for name in ("prompt", "question", "problem", "messages") if row.get(name) is not None
+    ]
+    if not names:
+        raise RowError("no field 'prompt', 'question', 'problem' or 'messages'")
+    prompt = row[names[0]]
+    if isinstance(prompt, list):
+        last = prompt[-1] if prompt else None
+        if isinstance(last, dict) and last.get("role") == "assistant" and names[0] == "messages":
+            prompt = prompt[:-1]
+            answer = answer or plain_text(last, "content")
+        prompt = plain_messages(names[0], prompt)
+    else:
+        prompt = plain_text(row, names[0])
+    if not any(text.strip() for _, text in prompt_turns(prompt)):
+        raise RowError("blank prompt")
+    return {**row, "prompt": prompt, "answer": answer}
+
+
+def prompt_turns(prompt):
+    """Return the turns, (role token, text), of a prompt: a user's text, or messages."""
+    if isinstance(prompt, str):
+        return [("<|user|>", prompt)]
+    return [(f"<|{message['role']}|>", message["content"]) for message in prompt]
+
+
 def file_fault(prefix, error):
     """Return the RewardFault of an exception that a user's code raised."""
     frames = error.__traceback__
@@ -3618,9 +3691,9 @@ def file_fault(prefix, error):
         frames = frames.tb_next
     name, *_ = traceback.format_exception_only(error)[-1].strip().split("\n")
     place = ""
-    if frames:
-        path, line, *_ = traceback.extract_tb(frames)[-1]
-        place = f" ({path}, line {line})"
+    for frame, line in traceback.walk_tb(frames):
+        if frame.f_globals is not globals():
+            place = f" ({frame.f_code.co_filename}, line {line})"
     # The last frames and characters: recursion has 1000 frames, and a message may be of any length.
     lines = traceback.format_exception(type(error), error, frames, limit=-20)
     text = "".join(f"{line.rstrip():.2000}\n" for line in lines)
@@ -4252,20 +4325,31 @@ def read_questions(answering, path, settings, log):
     """Return EVAL_PROMPTS questions of a file; with HELD_OUT of those that training holds out.
 
     A row without room for an answer by each of the models is left out, and `read_rows` names it.
-    Where REWARD marks the answers, each row needs the texts `prompt` (or `question`) and `answer`.
+    Where REWARD marks the answers, the rows are problems, see problem_of.
     """
-    needs_answer = settings.score in ("task", "win") and not settings.score_judge
+    is_rewarded = settings.score in ("task", "win") and not settings.score_judge
+    needs_answer = "exact" in [part.strip()[:5] for part in settings.reward.split(",")]
 
     def parse(row, notes):
-        name, turns = row_prompt(row, notes)
         problem = None
-        if needs_answer:
-            prompt = filled_text(row, "prompt", "question")
-            problem = {"prompt": prompt, "answer": filled_text(row, "answer")}
+        if is_rewarded:
+            problem = problem_of(row)
+            if needs_answer and not (problem["answer"] or "").strip():
+                raise RowError("no answer")
+            name = "problem"
+            turns = prompt_turns(problem["prompt"])
+        else:
+            name, turns = row_prompt(row, notes)
         check_room(answering, turns, settings)
         return name, Question(turns, problem)
 
     questions = read_rows(path, parse, log)
+    if is_rewarded:
+        columns = {}
+        for question in questions:
+            columns.update(dict.fromkeys(question.problem))
+        for question in questions:
+            question.problem = {**columns, **question.problem}
     if settings.held_out:
         questions = [one for one in questions if prompt_key(one.turns) % 10 == 0]
     if not questions:

@@ -4448,6 +4448,79 @@ def exact_match(prompts, completions, answer):
     return marks
 
 
+def plain_text(row, *names):
+    """Return the text in the first of these columns that is not null, or None. Numbers are texts.
+
+    Raises RowError.
+    """
+    for name in names:
+        value = row.get(name)
+        if value is None:
+            continue
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str):
+            raise RowError(f"field {name!r} is no text")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RowError("half a surrogate pair, which is no Unicode") from None
+        return value
+    return None
+
+
+def plain_messages(name, messages):
+    """Return messages with a role and a text each, the last a user's. Raises RowError."""
+    plain = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise RowError(f"field {name!r} is no list of messages")
+        more = [key for key, value in message.items() if value is not None]
+        more = sorted({*more} - {"role", "content"})
+        if more:
+            raise RowError(f"a message has {', '.join(more)!r:.80}, which is not read in problems")
+        if message.get("role") not in ("system", "user", "assistant"):
+            raise RowError(f"unknown role {message.get('role')!r:.30}")
+        plain.append({"role": message["role"], "content": plain_text(message, "content") or ""})
+    if not plain or plain[-1]["role"] != "user":
+        raise RowError(f"field {name!r} does not end with a user's message")
+    return plain
+
+
+def problem_of(row):
+    """Return a problem: all columns of a row, with its `prompt`, a text or messages, and its `answer`,
+    a text or None.
+
+    The prompt is in `prompt`, `question` or `problem`, or `messages`, whose last one may be the
+    answer; the answer in `answer`, `solution` or `ground_truth`. Raises RowError.
+    """
+    answer = plain_text(row, "answer", "solution", "ground_truth")
+    names = [
+        name for name in ("prompt", "question", "problem", "messages") if row.get(name) is not None
+    ]
+    if not names:
+        raise RowError("no field 'prompt', 'question', 'problem' or 'messages'")
+    prompt = row[names[0]]
+    if isinstance(prompt, list):
+        last = prompt[-1] if prompt else None
+        if isinstance(last, dict) and last.get("role") == "assistant" and names[0] == "messages":
+            prompt = prompt[:-1]
+            answer = answer or plain_text(last, "content")
+        prompt = plain_messages(names[0], prompt)
+    else:
+        prompt = plain_text(row, names[0])
+    if not any(text.strip() for _, text in prompt_turns(prompt)):
+        raise RowError("blank prompt")
+    return {**row, "prompt": prompt, "answer": answer}
+
+
+def prompt_turns(prompt):
+    """Return the turns, (role token, text), of a prompt: a user's text, or messages."""
+    if isinstance(prompt, str):
+        return [("<|user|>", prompt)]
+    return [(f"<|{message['role']}|>", message["content"]) for message in prompt]
+
+
 def file_fault(prefix, error):
     """Return the RewardFault of an exception that a user's code raised."""
     frames = error.__traceback__
@@ -4455,9 +4528,9 @@ def file_fault(prefix, error):
         frames = frames.tb_next
     name, *_ = traceback.format_exception_only(error)[-1].strip().split("\n")
     place = ""
-    if frames:
-        path, line, *_ = traceback.extract_tb(frames)[-1]
-        place = f" ({path}, line {line})"
+    for frame, line in traceback.walk_tb(frames):
+        if frame.f_globals is not globals():
+            place = f" ({frame.f_code.co_filename}, line {line})"
     # The last frames and characters: recursion has 1000 frames, and a message may be of any length.
     lines = traceback.format_exception(type(error), error, frames, limit=-20)
     text = "".join(f"{line.rstrip():.2000}\n" for line in lines)
@@ -4690,53 +4763,154 @@ def weigh(rewards, answers):
 CHOICE_PROBLEMS = 256  # that choose between raw and averaged weights, at most
 
 
-def read_problems(paths):
-    """Return prompt -> problem of files FILE,FILE; of equal prompts the first line counts.
+class RowError(Exception):
+    """What is wrong with a row of data, in the same few words for all rows with this fault."""
 
-    A line is JSON with the texts `prompt` (or `question`) and `answer`. Raises UserError.
+
+def parse_line(line):
+    """Return the row, a dict, in a line of JSON, or in a row of a JSON list. Raises RowError."""
+    if isinstance(line, bytes):
+        if not line.strip():
+            raise RowError("blank line")
+        try:
+            line = json.loads(line.decode())
+        except UnicodeDecodeError:
+            raise RowError("invalid UTF-8") from None
+        except (ValueError, RecursionError):
+            raise RowError("no JSON") from None
+    if not isinstance(line, dict):
+        raise RowError("no JSON object")
+    return line
+
+
+def problem_rows(path):
+    """Return the lines of a file, or the rows of one JSON list. Raises UserError."""
+    try:
+        # Some editors put a mark, of three bytes, before UTF-8.
+        content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: no such file; data/tasks.py writes files of small tasks"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read; {error.strerror}") from None
+    if content.lstrip().startswith(b"["):
+        with contextlib.suppress(ValueError, RecursionError):  # else these are lines
+            return json.loads(content.decode())
+    return content.splitlines()
+
+
+def read_problems(paths, needs_answer, check, log):
+    """Return key -> problem of files FILE,FILE, see problem_of; of equal prompts the first row counts.
+
+    needs_answer: whether a row without an answer is left out; it is, too, where other rows of the
+    file have one. check: raises RowError for a prompt that cannot be used. Other rows are left out,
+    and the log counts them by fault.
     """
     problems = {}
     for path in filter(None, paths.split(",")):
-        if not Path(path).is_file():
-            raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
-        for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        lines = problem_rows(path)
+        rows = {}  # by number
+        faults = collections.defaultdict(list)  # fault -> numbers of the rows that have it
+        for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
-                prompt = row.get("prompt") or row["question"]
-                is_blank = not (prompt.strip() and row["answer"].strip())
-            except (ValueError, LookupError, AttributeError):
-                is_blank = True
-            if is_blank:
-                raise UserError(
-                    f"{path}:{number}: must be JSON with the texts prompt (or question) and "
-                    "answer, not blank"
-                )
-            problems.setdefault(prompt, {"prompt": prompt, "answer": row["answer"]})
+                row = problem_of(parse_line(line))
+                check(row["prompt"])
+                rows[number] = row
+            except (RowError, UserError) as error:  # a chat template refuses some prompts
+                faults[str(error)].append(number)
+        unanswered = [number for number, row in rows.items() if not (row["answer"] or "").strip()]
+        if needs_answer or len(unanswered) < len(rows):
+            for number in unanswered:
+                del rows[number]
+                faults["no answer"].append(number)
+        count = len(problems)
+        for number, row in rows.items():
+            before = problems.setdefault(json.dumps(row["prompt"]), row)
+            if before is not row:
+                same = "the same" if before["answer"] == row["answer"] else "another"
+                faults[f"the prompt of an earlier row, with {same} answer"].append(number)
+        left_out = [
+            f"{fault}: {len(numbers)} (the first is row {numbers[0]})"
+            for fault, numbers in faults.items()
+        ]
+        log(
+            f"data: {path}: {len(lines)} rows, {len(problems) - count} problems; left out "
+            f"{'; '.join(left_out) or 'none'}"
+        )
     return problems
 
 
-def split_problems(settings):
+def room_check(settings, tokenizer, context):
+    """Return a function that raises RowError for a prompt that leaves no room for an answer."""
+    room = context - settings.max_new_tokens
+    if room < 1:
+        raise UserError(
+            f"MAX_NEW_TOKENS={settings.max_new_tokens}: must be below the model's context, {context}"
+        )
+    longest = max(map(len, tokenizer.pieces))
+
+    def check(prompt):
+        turns = prompt_turns(prompt)
+        size = sum(len(text) for _, text in turns)
+        # A text of many megabytes is not tokenized: tokens have at most `longest` bytes.
+        if size > room * longest or len(asked_ids(tokenizer, turns)) > room:
+            raise RowError(
+                f"a prompt of more than {room} tokens, with MAX_NEW_TOKENS="
+                f"{settings.max_new_tokens} and the model's context of {context}"
+            )
+
+    return check
+
+
+def split_problems(settings, check=prompt_turns, log=print):
     """Return the problems of TRAIN_FILES to train on and to choose between averages, and held-out ones.
 
     These are of VAL_FILES, whose prompts are left out of training, or else one prompt in ten, the
-    same ones as in train_sft.py. Raises UserError.
+    same ones as in train_sft.py. All have the same columns. check and log: see read_problems.
+    Raises UserError.
     """
-    held_out = read_problems(settings.val_files)
-    train = []
-    for prompt, problem in read_problems(settings.train_files).items():
-        key = prompt_key([("<|user|>", prompt)])
-        if not settings.val_files and key % 10 == 0:
-            held_out[prompt] = problem
-        elif prompt not in held_out:
-            train.append(problem)
+    reports = []
+    needs_answer = "exact" in [part.strip()[:5] for part in settings.reward.split(",")]
+    held_out = read_problems(settings.val_files, needs_answer, check, reports.append)
+    train = {}
+    both = 0
+    for key, problem in read_problems(
+        settings.train_files, needs_answer, check, reports.append
+    ).items():
+        number = prompt_key(prompt_turns(problem["prompt"]))
+        if not settings.val_files and number % 10 == 0:
+            held_out[key] = problem
+        elif key in held_out:
+            both += 1
+        else:
+            train[key] = problem
+    if both:
+        reports.append(f"data: {both} prompts of TRAIN_FILES are held out, in VAL_FILES")
     if not train or len(held_out) < 2:
+        reports = "; ".join(reports)
         raise UserError(
             f"TRAIN_FILES={settings.train_files!r}: {len(train)} problems to train on, "
-            f"{len(held_out)} held out; must be 1 and 2 at least"
+            f"{len(held_out)} held out; must be 1 and 2 at least: add rows, or name others by "
+            f"VAL_FILES; {reports:.2000}"
         )
+    columns = {}
+    for problem in itertools.chain(train.values(), held_out.values()):
+        columns.update(dict.fromkeys(problem))
+    for name in columns.keys() & {"prompts", "completions"}:
+        reports.append(
+            f"data: column {name!r} does not reach REWARD, whose own argument has the name"
+        )
+    train = [{**columns, **problem} for problem in train.values()]
+    held_out = [{**columns, **problem} for problem in held_out.values()]
     random.Random(settings.seed).shuffle(train)
     count = min(CHOICE_PROBLEMS, len(train) // 10)
-    return train[count:], train[:count] or train, [*held_out.values()][: settings.eval_prompts]
+    if len(held_out) > settings.eval_prompts:
+        reports.append(
+            f"data: of {len(held_out)} held-out problems the first {settings.eval_prompts} score"
+        )
+    log("\n".join(reports))
+    return train[count:], train[:count] or train, held_out[: settings.eval_prompts]
 
 
 def problems_of_step(problems, step, count):
@@ -5095,7 +5269,7 @@ class Answer(Sample):
 
     def asked(self):
         """Return the text of the prompt."""
-        return prompt_of(self.query)
+        return "\n".join(text for _, text in prompt_turns(prompt_of(self.query)))
 
     def row(self, phase, step):
         """Return what samples.jsonl has of the answer."""
@@ -5157,8 +5331,16 @@ def deal(costs, ranks, size):
 
 
 def prompt_of(query):
-    """Return the prompt of a query: itself, or its `prompt` if it is a dict. Raises UserError."""
+    """Return the prompt of a query: itself, or its `prompt` if it is a dict: a string, or messages.
+
+    Raises UserError.
+    """
     prompt = query.get("prompt") if isinstance(query, dict) else query
+    try:
+        if isinstance(prompt, list):
+            return plain_messages("prompt", prompt)
+    except RowError as error:
+        raise UserError(f"prompts: {error}") from None
     if not isinstance(prompt, str):
         raise UserError(
             f"prompts: must be strings, or dicts with a string `prompt`, not {query!r:.80}"
@@ -5183,20 +5365,38 @@ def named_rewards(functions, weights=None):
     return distinct_names(rewards)
 
 
+def first_of_ranks(value, runtime):
+    """Return on all ranks the value of the first rank that has one; value: None, or of any type."""
+    if not runtime.sum(torch.tensor(float(value is not None), device=runtime.device)):
+        return None
+    values = [value] * runtime.world_size
+    if runtime.distributed:
+        dist.all_gather_object(values, value)
+    return next(value for value in values if value is not None)
+
+
 def raise_first(fault, runtime, log):
     """Raise the RewardFault of the first rank that has one, on all ranks, after its traceback.
 
     fault: of this rank, or None. Otherwise the other ranks would wait, and nothing could be saved.
     """
-    if not runtime.sum(torch.tensor(float(fault is not None), device=runtime.device)):
+    first = first_of_ranks(fault, runtime)
+    if first is None:
         return
-    faults = [fault] * runtime.world_size
-    if runtime.distributed:
-        dist.all_gather_object(faults, fault)
-    first = next(fault for fault in faults if fault)
     if first.traceback:
-        log(first.traceback, sys.stderr)
+        log(first.traceback.rstrip(), sys.stderr)
     raise first
+
+
+@contextlib.contextmanager
+def saved_at_faults(run, metrics):
+    """A block of the loop: its UserError comes after a checkpoint and the line of the step before."""
+    try:
+        yield
+    except UserError:
+        log_step(run, metrics)
+        run.save()
+        raise
 
 
 def reward_means(answers, names, runtime):
@@ -5317,7 +5517,7 @@ class PolicyTrainer:
 
     def new_answers(self, query, count):
         """Return `count` Answers to a query that are yet to be sampled."""
-        prompt = asked_ids(self.tokenizer, [("<|user|>", prompt_of(query))])
+        prompt = asked_ids(self.tokenizer, prompt_turns(prompt_of(query)))
         return [Answer(query=query, prompt=prompt) for _ in range(count)]
 
     def begin_answers(self, queries, count):
@@ -5364,7 +5564,11 @@ class PolicyTrainer:
         self.add_columns(queries)
         size = len(queries) // settings.mini_batches
         # Characters to read and to write; how long a conversation will be is not known.
-        costs = [len(str(query)) for query in queries]
+        costs = []
+        for query in queries:
+            if isinstance(query, dict):
+                query = query.get("prompt"), query.get("answer")
+            costs.append(len(str(query)))
         share = deal(costs, self.runtime.world_size, size)[self.runtime.rank]
         seeds = [(settings.seed, step, number) for number in share]
         queries = [queries[number] for number in share]
@@ -6079,10 +6283,12 @@ def main():
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device)
     prompts_unit(settings, runtime.world_size)
-    problems, choice, held_out = split_problems(settings)
     rewards = load_rewards(settings.reward)
-    exam = JudgedExam(held_out, rewards)
     network, tokenizer, source = load_start(settings)
+    check = room_check(settings, tokenizer, network.config.train_seq_len)
+    reports = []
+    problems, choice, held_out = split_problems(settings, check, reports.append)
+    exam = JudgedExam(held_out, rewards)
     judge = load_judge(settings, tokenizer, runtime)
 
     # run folder and log, policy, trainer, averages
@@ -6090,6 +6296,7 @@ def main():
     clock = run.clock
     plan = run.plan
     run.log(start_note(settings, network, tokenizer, source))
+    run.log("\n".join(reports))
     run.log(
         f"policy: {source}\nproblems: {len(problems)} to train on, "
         f"{len(choice)} to choose between averages, {len(held_out)} held out"
@@ -6104,7 +6311,6 @@ def main():
         if getattr(settings, name):
             averages[name] = Average(trainer.trained, memory)
     run.parts.update(averages, trainer=trainer)
-    trainer.begin_answers(problems + choice + held_out, 1)  # or a UserError later, in mid-run
     samples = Samples(run, has_advantages=False)
     begin_run(run, trainer, exam, samples, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
@@ -6124,7 +6330,7 @@ def main():
         # 1. Validate and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not last_step:
-            with clock.paused():
+            with clock.paused(), saved_at_faults(run, metrics):
                 scores = score_intervals(exam.scores(trainer))
             run.log.metrics(run.step, held_out_metrics(scores))
             samples.scored(f"step {run.step}", exam)
@@ -6145,7 +6351,8 @@ def main():
 
         # 3. Sample answers to new prompts, and reward them.
         queries = problems_of_step(problems, run.step, settings.prompts_per_step)
-        rollout = trainer.rollout(queries, run.step)
+        with saved_at_faults(run, metrics):
+            rollout = trainer.rollout(queries, run.step)
 
         # 4. Log the step before.
         stopping = log_step(run, metrics)

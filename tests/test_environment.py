@@ -4,6 +4,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from types import SimpleNamespace
 
@@ -158,11 +159,23 @@ class Faulty(Counting):
             raise RuntimeError("no game")
         if self.bad and self.kind == "no text":
             return 7
+        if self.bad and self.kind == "huge prompt":
+            return "ab" * 10**7
+        if self.bad and self.kind == "long prompt":
+            return "ab" * 999
+        if self.bad and self.kind == "another prompt":
+            return super().reset(random.random())
         return super().reset(seed)
 
     def step(self, text):
         if self.bad and self.kind == "step raises":
             raise RuntimeError("broken")
+        if self.bad and self.kind == "sys.exit":
+            sys.exit(0)
+        if self.bad and self.kind == "recursion":
+            return self.step(text)
+        if self.bad and self.kind == "half a surrogate":
+            return "\ud800", 0.0, False
         if self.bad and self.kind == "hangs":
             time.sleep(20)
         observation, reward, done = super().step(text)
@@ -182,7 +195,13 @@ KINDS = {
     "hangs": "took more than 0.3 s",
     "nan": "step returned the reward nan",
     "two values": "values to unpack",
-    "no observation": "NoneType",
+    "no observation": "step returned None, which is no text",
+    "sys.exit": "SystemExit: 0",
+    "recursion": "RecursionError",
+    "half a surrogate": "",
+    "huge prompt": "reset returned 20000000 characters",
+    "long prompt": "reset returned 1998 characters, but MAX_NEW_TOKENS leaves",
+    "another prompt": "reset returned another prompt for the same seed",
 }
 
 
@@ -193,6 +212,8 @@ def test_an_environment_with_a_fault_does_not_end_a_run(monkeypatch, kind):
         monkeypatch.setattr(G, "STEP_SECONDS", 0.3)
     monkeypatch.setattr(Faulty, "kind", kind)
     own = trainer(G, Faulty)
+    logged = []
+    own.log = logged.append
     queries = [*range(1, 17)]
     answers = own.sample_share(queries, 0)
     bad = [answer for answer in answers if answer.fault]
@@ -200,6 +221,10 @@ def test_an_environment_with_a_fault_does_not_end_a_run(monkeypatch, kind):
     assert 0 < len(bad) <= 4 and KINDS[kind] in bad[0].fault
     values = own.rewards(answers)
     assert torch.isfinite(values).all()
+    said = (
+        f"environment: {len(bad)} of 64 episodes have a fault; the first, seed 16: {bad[0].fault}"
+    )
+    assert logged == [said]
     rollout = own.make_rollout(answers, values, values)
     assert all(answer.ids and set(answer.logps) == {None} for answer in bad)
     assert all(None not in answer.logps[:1] for answer in answers if not answer.fault)
@@ -218,10 +243,22 @@ def test_a_dropped_episode_has_the_mean_of_its_group():
     for value in values:
         total = value or 0.0
         answers.append(
-            SimpleNamespace(fault="" if value else "x", total=lambda _, total=total: total)
+            SimpleNamespace(fault="" if value else "x", query=1, total=lambda _, total=total: total)
         )
     assert own.rewards(answers).tolist() == [1.0, 2.0, 3.0, 6.0, 0.0, 0.0, 0.0, 0.0]
     assert own.score(answers, ()).tolist() == [1, 2, 0, 6, 0, 0, 0, 0]
+
+
+def test_what_an_environment_says_is_cut_before_it_is_tokenized():
+    class Loud(Counting):
+        def step(self, text):
+            _, reward, done = super().step(text)
+            return "ab" * 10**7, reward, done
+
+    begin = time.perf_counter()
+    (answers,) = trainer(G, Loud).rollout(range(4), 0).answers
+    assert time.perf_counter() - begin < 20 and not any(answer.fault for answer in answers)
+    assert max(len(answer.ids) for answer in answers) == 100
 
 
 @both

@@ -463,17 +463,18 @@ LONG = [{"prompt": f"{i}", "answer": "x"} for i in range(90)]
 LONG += [{"prompt": letter * 2050, "answer": "x"} for letter in "uvwxyz"]
 FAULTS = {
     "long prompts": (
-        LONG,
+        LONG[-6:],
         {},
-        "MAX_NEW_TOKENS=3: must be less, .* one has 205[0-9] tokens, .* is 2048",
+        "0 problems to train .*left out a prompt of more than 2045 tokens, .* of 2048: 6 .*row 1\\)",
     ),
+    "no room": (None, {"MAX_NEW_TOKENS": 2048}, "MAX_NEW_TOKENS=2048: must be below the .*, 2048"),
     "no interval": (None, {"EVAL_PROMPTS": 1}, "EVAL_PROMPTS=1: must be a whole number from 2"),
     "no problems": (
         [],
         {},
         r"TRAIN_FILES='\S+': 0 problems to train on, 0 held out; must be 1 and",
     ),
-    "no answer": ([{"prompt": "ab"}], {}, r"task.jsonl:1: must be JSON with the texts prompt"),
+    "no answer": ([{"prompt": "ab"}], {}, r"1 rows, 0 problems; left out no answer: 1 \(the first"),
     "no file": (None, {"TRAIN_FILES": "none"}, "none: no such file; data/tasks.py writes files"),
     "group of one": (None, {"GROUP_SIZE": 1}, "GROUP_SIZE=1: must be a whole number from 2"),
     "uneven step": (None, {"PROMPTS_PER_STEP": 3}, "PROMPTS_PER_STEP=3: must be a mult.* = 2"),

@@ -263,7 +263,9 @@ def write(path, rows):
 
 
 def split(train, held_out="", **changes):
-    return G.split_problems(G.Settings(train_files=train, val_files=held_out, **changes))
+    reports = changes.pop("reports", [])
+    settings = G.Settings(train_files=train, val_files=held_out, **changes)
+    return G.split_problems(settings, log=reports.append)
 
 
 def is_held_out(prompt):
@@ -277,7 +279,10 @@ def test_files_are_split_by_prompt_and_ordered_by_the_seed(tmp_path):
     rows[7] = {"question": rows[7]["prompt"], "answer": "7\n"}
     files = f"{write(tmp_path / 'a', rows[:300])},{write(tmp_path / 'b', rows[200:])}"
     train, choice, held_out = split(files)
-    expected = [{"prompt": f" q {i}", "answer": f"{i}\n"} for i in range(400)]  # the first answers
+    # The first answers, and all columns.
+    expected = [{"prompt": f" q {i}", "answer": f"{i}\n", "more": [i]} for i in range(400)]
+    expected = [{**one, "question": None} for one in expected]
+    expected[7] |= {"question": " q 7", "more": None}
     sides = [one for one in expected if is_held_out(one["prompt"])], train + choice
     assert held_out == sides[0] and 20 < len(held_out) < 60
     assert len(choice) == (400 - len(held_out)) // 10
@@ -304,20 +309,110 @@ def test_a_conversation_keeps_its_side_when_it_goes_on():
     assert all(880 < shares[digit] < 1120 for digit in range(10))
 
 
-BAD = [b"{", b"", b"null", b"3", b'"prompt"', b"[1, 2]", b"{}", b'{"prompt": "x"}']
-BAD += [b'{"answer": "x"}', b'{"prompt": "x", "answer": 3}', b'{"prompt": null, "answer": "x"}']
-BAD += [b'{"prompt": ["x"], "answer": "x"}', b'{"prompt": "", "answer": "x"}', b"not json"]
-BAD += [b'{"prompt": " ", "answer": "x"}', b'{"prompt": "x", "answer": " \\n"}']
-BAD += [b'{"prompt": "\xff", "answer": "x"}', b'{"prompt": "x", "answer": "y"} {}']
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
 
 
-@pytest.mark.parametrize("line", BAD)
-def test_a_row_that_is_no_problem_is_named_with_file_and_line(line, tmp_path):
+CALL = turn("assistant", None, tool_calls=[{"id": "c"}])
+BAD = {  # a line, and why it is left out
+    b"{": "no JSON",
+    b"": "blank line",
+    b"  \t": "blank line",
+    b"null": "no JSON object",
+    b"[1, 2]": "no JSON object",
+    b"not json": "no JSON",
+    b"[" * 100_000: "no JSON",
+    b'{"prompt": "x", "answer": "y"} {}': "no JSON",
+    b'{"prompt": "\xff", "answer": "x"}': "invalid UTF-8",
+    b"{}": "no field 'prompt', 'question', 'problem' or 'messages'",
+    b'{"prompt": null, "answer": "x"}': "no field 'prompt', 'question', 'problem' or 'messages'",
+    b'{"prompt": "x"}': "no answer",
+    b'{"prompt": "x", "answer": null}': "no answer",
+    b'{"prompt": "x", "answer": " \\n"}': "no answer",
+    b'{"prompt": " ", "answer": "x"}': "blank prompt",
+    b'{"prompt": "x", "answer": ["x"]}': "field 'answer' is no text",
+    b'{"prompt": "x", "answer": {"a": 1}}': "field 'answer' is no text",
+    b'{"prompt": "x", "answer": true}': "field 'answer' is no text",
+    b'{"prompt": {"a": 1}, "answer": "x"}': "field 'prompt' is no text",
+    b'{"prompt": ["x"], "answer": "x"}': "field 'prompt' is no list of messages",
+    b'{"prompt": "a\\ud800", "answer": "x"}': "half a surrogate pair, which is no Unicode",
+    b'{"prompt": "a", "answer": "\\udc00"}': "half a surrogate pair, which is no Unicode",
+    b'{"prompt": "p 3", "answer": "a"}': "the prompt of an earlier row, with the same answer",
+    b'{"prompt": "p 3", "answer": "b"}': "the prompt of an earlier row, with another answer",
+    json.dumps({"messages": [turn("user", "q"), CALL]}).encode(): "no answer",
+    json.dumps(
+        {"messages": [turn("user", "q"), CALL, turn("tool", "r"), turn("user", "q")]}
+    ).encode(): ("a message has 'tool_calls', which is not read in problems"),
+    json.dumps(
+        {"messages": [turn("critic", "q")], "answer": "a"}
+    ).encode(): "unknown role 'critic'",
+    json.dumps({"prompt": [turn("user", "q"), turn("assistant", "r")], "answer": "a"}).encode(): (
+        "field 'prompt' does not end with a user's message"
+    ),
+    b'{"prompt": "' + b"x" * 10**7 + b'", "answer": "x"}': "too long",
+}
+GOOD = [{"prompt": f"p {i}", "answer": "a"} for i in range(60)]
+
+
+def lines_of(rows):
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def check_size(prompt):
+    if len(prompt) > 1000:
+        raise G.RowError("too long")
+
+
+@pytest.mark.parametrize("line", BAD, ids=[line.decode(errors="replace")[:60] for line in BAD])
+def test_a_row_that_is_no_problem_is_counted_with_its_number(line, tmp_path):
     path = tmp_path / "a.jsonl"
-    good = b'{"prompt": "p", "answer": "a"}\n' * 30
-    path.write_bytes(good + line + b"\n" + good)
-    message = f"{path}:31: must be JSON with the texts prompt (or question) and answer, not blank"
-    assert refusal(G.UserError, "", split, str(path)) == message
+    good = lines_of(GOOD)
+    path.write_bytes(good + line + b"\n" + lines_of([{"prompt": "last", "answer": "a"}]))
+    reports = []
+    settings = G.Settings(train_files=str(path))
+    train, choice, held_out = G.split_problems(settings, check_size, reports.append)
+    assert len(train) + len(choice) + len(held_out) == 61
+    assert reports == [
+        f"data: {path}: 62 rows, 61 problems; left out {BAD[line]}: 1 (the first is row 61)"
+    ]
+
+
+READ = [  # a row, its prompt and its answer
+    ({"prompt": 5, "answer": 7}, "5", "7"),
+    ({"question": "q", "solution": 2.5}, "q", "2.5"),
+    ({"prompt": None, "problem": "q", "answer": None, "ground_truth": "a"}, "q", "a"),
+    ({"prompt": [turn("user", "q")], "answer": "a"}, [turn("user", "q")], "a"),
+    (
+        {"messages": [turn("system", "s"), turn("user", "q"), turn("assistant", "a")]},
+        [turn("system", "s"), turn("user", "q")],
+        "a",
+    ),
+    ({"messages": [turn("user", "q", name=None)], "answer": "a"}, [turn("user", "q")], "a"),
+    ({"prompt": "q", "answer": "a", "tools": [{"x": [1]}], "n": None}, "q", "a"),
+    ({"prompt": "q", "messages": None, "answer": "a"}, "q", "a"),
+]
+
+
+@pytest.mark.parametrize(("row", "prompt", "answer"), READ)
+def test_rows_of_other_projects_are_problems(row, prompt, answer):
+    assert G.problem_of(row) == {**row, "prompt": prompt, "answer": answer}
+
+
+def test_answers_are_needed_by_exact_and_where_other_rows_have_them(tmp_path):
+    """A file of prompts alone is read for one's own function, in JSON lines or as one list."""
+    bare = [{"prompt": f"p {i}"} for i in range(60)]
+    path = tmp_path / "a.json"
+    for content in (lines_of(bare), json.dumps(bare).encode(), b"\xef\xbb\xbf" + lines_of(bare)):
+        path.write_bytes(content)
+        reports = []
+        parts = split(str(path), reward="m.py:f", reports=reports)
+        assert sum(map(len, parts)) == 60 and "60 problems; left out none" in reports[0]
+        line = refusal(G.UserError, "", split, str(path), reward="m.py:f:2,exact")
+        assert "0 problems to train on" in line and "no answer: 60 (the first is row 1)" in line
+    path.write_bytes(lines_of([*GOOD, *({**row, "prompt": row["prompt"] + "?"} for row in bare)]))
+    reports = []
+    assert sum(map(len, split(str(path), reward="m.py:f", reports=reports))) == 60
+    assert "no answer: 60 (the first is row 61)" in reports[0]
 
 
 def test_files_that_are_missing_or_too_small_are_refused(tmp_path):
@@ -329,9 +424,12 @@ def test_files_that_are_missing_or_too_small_are_refused(tmp_path):
     for rows, counts in (([], (0, 0)), (held_out, (0, len(held_out)))):
         path = write(tmp_path / "a", rows)
         assert refusal(G.UserError, "", split, path) == (
-            f"TRAIN_FILES={path!r}: {counts[0]} problems to train on, {counts[1]} held out; must "
-            "be 1 and 2 at least"
+            f"TRAIN_FILES={path!r}: {counts[0]} problems to train on, {counts[1]} held out; must be 1 "
+            "and 2 at least: add rows, or name others by VAL_FILES; "
+            f"data: {path}: {len(rows)} rows, {len(rows)} problems; left out none"
         )
+    line = refusal(G.UserError, "", split, str(tmp_path))
+    assert line == f"{tmp_path}: cannot be read; Is a directory"
 
 
 # ------------------------------------------------------------------------------------------ rewards
