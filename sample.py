@@ -3305,6 +3305,8 @@ def add_value_head(network):
 
 # === shared: generation ===
 ROOM = 64  # tokens for which a Decoder makes room at a time
+SAY_SECONDS = 8.0  # a block of generation or updates that takes longer says how far it is
+LEAST_TEMPERATURE = 1e-30  # logits over a smaller one overflow; the likeliest token is as sure here
 
 
 @dataclass
@@ -3491,16 +3493,85 @@ def draw(logits, temperature, uniform, truncate=None):
     """Return tokens (B,) and their log-probabilities, drawn from logits (B, V).
 
     uniform (B,) in [0, 1) decides: the inverse of the cumulative distribution. temperature 0: the
-    likeliest token. truncate: from probabilities (B, V) to those to draw from.
+    likeliest token. truncate: from probabilities (B, V) to those to draw from. Where logits are not
+    finite, so is the log-probability.
     """
-    if not temperature:
-        return logits.argmax(-1), logits.new_zeros(len(logits))
+    if temperature < LEAST_TEMPERATURE:
+        best, picks = logits.max(-1)
+        return picks, 0.0 * best
     chances = (logits / temperature).softmax(-1)
     if truncate:
         chances = truncate(chances)
     total = chances.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
+    picks = picks.clamp(max=logits.size(1) - 1)  # NaN is above all totals
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
+
+
+class Uniform:
+    """Random numbers in [0, 1) of rows, by a seed for each; row and step decide a number.
+
+    They are drawn as they are needed: there may be any number of steps.
+    """
+
+    def __init__(self, seeds):
+        self.streams = [np.random.default_rng(seed) for seed in seeds]
+        self.drawn = 0  # numbers of each stream so far
+
+    def numbers(self, step):
+        """Return the numbers (rows,) of a step, which is not before the last one."""
+        while self.drawn <= step:
+            self.block = np.stack([stream.random(ROOM) for stream in self.streams])
+            self.drawn += ROOM
+        return torch.from_numpy(self.block[:, step % ROOM])
+
+    def take(self, rows):
+        """Go on with these rows alone."""
+        self.streams = [self.streams[row] for row in rows]
+        self.block = self.block[rows]
+
+
+@contextlib.contextmanager
+def heartbeat(say, describe):
+    """A block that calls say(describe() and its seconds) every SAY_SECONDS; say may be None."""
+    begin = time.monotonic()
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(SAY_SECONDS):
+            say(f"{describe()}, {time.monotonic() - begin:.0f} s")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    if say:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if say:
+            thread.join()
+
+
+def sampling_state(samples):
+    """Return how far samples are, for `heartbeat`."""
+    finished = sum(sample.finished for sample in samples)
+    tokens = sum(len(sample.ids) for sample in samples)
+    return f"sampling: {finished} of {len(samples)} answers have ended, {tokens} tokens so far"
+
+
+def texts_at_once(network, tokens):
+    """Return how many texts of so many tokens are generated at a time.
+
+    Their logits take 1 GiB at most, in float32, and so do their keys and values on a CPU; on CUDA
+    these take an eighth of the memory.
+    """
+    config = network.config
+    memory = 1 << 30
+    if network.embed.is_cuda:
+        memory = torch.cuda.get_device_properties(network.embed.device).total_memory // 8
+    width = config.num_kv_heads * (config.head_dim or config.model_dim // config.num_heads)
+    cache = 8 * width * len(network.layers) * (tokens + ROOM)
+    return max(1, int(min(4096, 2**28 // config.vocab_size, memory // cache)))
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
@@ -3510,32 +3581,34 @@ def generate(
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`.
+    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`. Raises
+    FloatingPointError if the network's logits are not finite.
     """
     samples = samples or [Sample() for _ in range(len(prompts) * count)]
-    # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
-    texts = min(4096, 2**28 // network.config.vocab_size)
-    share = max(1, texts // count)  # prompts in a batch
-    for start in range(0, len(prompts), share):
-        batch = slice(start, start + share)
-        draws = [
-            np.random.default_rng([*seed, sample]).random(max_new_tokens)
-            for seed, sample in itertools.product(seeds[batch], range(count))
-        ]
-        draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
-        decoder = Decoder(network, prompts[batch])
-        decoder.take([row // count for row in range(len(draws))])
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    texts = texts_at_once(network, longest)
+    if texts > count:
+        texts -= texts % count  # whole groups
+    for start in range(0, len(samples), texts):
+        rows = range(start, min(start + texts, len(samples)))
+        first = rows[0] // count
         # Those that the decoder goes on with.
-        live = samples[start * count : (start + share) * count]
+        live = samples[rows[0] : rows[-1] + 1]
+        uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        decoder = Decoder(network, prompts[first : rows[-1] // count + 1])
+        decoder.take([row // count - first for row in rows])
         picks = None
         step = 0
         while step < max_new_tokens:
             if step:
                 decoder(picks)
-            picks, logps = draw(decoder.logits, temperature, draws[:, step], truncate)
+            numbers = uniform.numbers(step).to(decoder.logits.device)
+            picks, logps = draw(decoder.logits, temperature, numbers, truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
+                if not math.isfinite(logp):
+                    raise FloatingPointError("the network gives logits that are not finite")
                 if not live[row].finished:
                     tokens[row] = live[row].take(tokens[row], logp, stop)
             running = [row for row, sample in enumerate(live) if not sample.finished]
@@ -3551,8 +3624,8 @@ def generate(
                 picks = pad_sequence(heard, True).to(picks.device)  # finished texts hear nothing
             if 1 < len(running) < 0.8 * len(live):  # a step of one row would be compiled anew
                 live = [live[row] for row in running]
+                uniform.take(running)
                 decoder.take(running)
-                draws = draws[running]
                 picks = picks[running]
     return samples
 
@@ -4030,6 +4103,28 @@ def room_left(model, turns, layout):
     return model.context - len(prompt_ids(model.tokenizer, turns, layout))
 
 
+def note(line):
+    """Print a line on the standard error: it is not part of what is asked for."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def sampled(model, prompts, count, seeds, settings):
+    """Return `count` Samples for each prompt by the settings; say how far they are. See `generate`."""
+    samples = [Sample() for _ in range(len(prompts) * count)]
+    with heartbeat(note, functools.partial(sampling_state, samples)):
+        return generate(
+            model.network,
+            prompts,
+            count,
+            settings.max_new_tokens,
+            settings.temperature,
+            seeds,
+            stop_ids(model.tokenizer),
+            truncation(settings),
+            samples,
+        )
+
+
 def system_turns(settings):
     """Return the turns that stand before all others: that of SYSTEM, if it is given."""
     return [("<|system|>", settings.system)] if settings.system else []
@@ -4052,16 +4147,7 @@ def sample(settings):
         raise UserError(
             f"{fault}; the prompt has {len(prompt)} tokens, the model positions for {model.context}"
         )
-    samples = generate(
-        model.network,
-        [prompt],
-        settings.num_samples,
-        settings.max_new_tokens,
-        settings.temperature,
-        [(settings.seed,)],
-        stop_ids(model.tokenizer),
-        truncation(settings),
-    )
+    samples = sampled(model, [prompt], settings.num_samples, [(settings.seed,)], settings)
     begin = 0 if settings.layout == "text" else len(prompt)  # a text is printed with its prompt
     for one in samples:
         ids = prompt + one.ids
@@ -4106,7 +4192,6 @@ def chat(settings):
     """Answer the lines of standard input, a user's turn each, until it ends or Ctrl-C comes."""
     runtime = start_runtime(settings.device)
     model = open_model("ARTIFACT", settings.artifact, runtime, settings)
-    note = functools.partial(print, file=sys.stderr, flush=True)
     system = system_turns(settings)
     turns = system
     count = min(settings.max_new_tokens, model.context // 2)  # tokens of an answer
@@ -4360,17 +4445,9 @@ def read_questions(answering, path, settings, log):
 def answer_questions(model, questions, settings, count):
     """Return `count` Answers to each question, question by question."""
     prompts = [prompt_ids(model.tokenizer, one.turns, settings.layout) for one in questions]
-    samples = generate(
-        model.network,
-        prompts,
-        count,
-        settings.max_new_tokens,
-        settings.temperature,
-        # The seeds of the RL scripts' evaluation, so that a run's own scores can be repeated.
-        [(settings.seed, 1 << 31, number) for number in range(len(prompts))],
-        stop_ids(model.tokenizer),
-        truncation(settings),
-    )
+    # The seeds of the RL scripts' evaluation, so that a run's own scores can be repeated.
+    seeds = [(settings.seed, 1 << 31, number) for number in range(len(prompts))]
+    samples = sampled(model, prompts, count, seeds, settings)
     answers = []
     for number, one in enumerate(samples):
         text = completion(model.tokenizer, prompts[number // count], one.ids)

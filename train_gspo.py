@@ -4154,6 +4154,8 @@ def report_packing(run, nats):
 
 # === shared: generation ===
 ROOM = 64  # tokens for which a Decoder makes room at a time
+SAY_SECONDS = 8.0  # a block of generation or updates that takes longer says how far it is
+LEAST_TEMPERATURE = 1e-30  # logits over a smaller one overflow; the likeliest token is as sure here
 
 
 @dataclass
@@ -4340,16 +4342,85 @@ def draw(logits, temperature, uniform, truncate=None):
     """Return tokens (B,) and their log-probabilities, drawn from logits (B, V).
 
     uniform (B,) in [0, 1) decides: the inverse of the cumulative distribution. temperature 0: the
-    likeliest token. truncate: from probabilities (B, V) to those to draw from.
+    likeliest token. truncate: from probabilities (B, V) to those to draw from. Where logits are not
+    finite, so is the log-probability.
     """
-    if not temperature:
-        return logits.argmax(-1), logits.new_zeros(len(logits))
+    if temperature < LEAST_TEMPERATURE:
+        best, picks = logits.max(-1)
+        return picks, 0.0 * best
     chances = (logits / temperature).softmax(-1)
     if truncate:
         chances = truncate(chances)
     total = chances.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
+    picks = picks.clamp(max=logits.size(1) - 1)  # NaN is above all totals
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
+
+
+class Uniform:
+    """Random numbers in [0, 1) of rows, by a seed for each; row and step decide a number.
+
+    They are drawn as they are needed: there may be any number of steps.
+    """
+
+    def __init__(self, seeds):
+        self.streams = [np.random.default_rng(seed) for seed in seeds]
+        self.drawn = 0  # numbers of each stream so far
+
+    def numbers(self, step):
+        """Return the numbers (rows,) of a step, which is not before the last one."""
+        while self.drawn <= step:
+            self.block = np.stack([stream.random(ROOM) for stream in self.streams])
+            self.drawn += ROOM
+        return torch.from_numpy(self.block[:, step % ROOM])
+
+    def take(self, rows):
+        """Go on with these rows alone."""
+        self.streams = [self.streams[row] for row in rows]
+        self.block = self.block[rows]
+
+
+@contextlib.contextmanager
+def heartbeat(say, describe):
+    """A block that calls say(describe() and its seconds) every SAY_SECONDS; say may be None."""
+    begin = time.monotonic()
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(SAY_SECONDS):
+            say(f"{describe()}, {time.monotonic() - begin:.0f} s")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    if say:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if say:
+            thread.join()
+
+
+def sampling_state(samples):
+    """Return how far samples are, for `heartbeat`."""
+    finished = sum(sample.finished for sample in samples)
+    tokens = sum(len(sample.ids) for sample in samples)
+    return f"sampling: {finished} of {len(samples)} answers have ended, {tokens} tokens so far"
+
+
+def texts_at_once(network, tokens):
+    """Return how many texts of so many tokens are generated at a time.
+
+    Their logits take 1 GiB at most, in float32, and so do their keys and values on a CPU; on CUDA
+    these take an eighth of the memory.
+    """
+    config = network.config
+    memory = 1 << 30
+    if network.embed.is_cuda:
+        memory = torch.cuda.get_device_properties(network.embed.device).total_memory // 8
+    width = config.num_kv_heads * (config.head_dim or config.model_dim // config.num_heads)
+    cache = 8 * width * len(network.layers) * (tokens + ROOM)
+    return max(1, int(min(4096, 2**28 // config.vocab_size, memory // cache)))
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
@@ -4359,32 +4430,34 @@ def generate(
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`.
+    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`. Raises
+    FloatingPointError if the network's logits are not finite.
     """
     samples = samples or [Sample() for _ in range(len(prompts) * count)]
-    # Texts bound the memory of a batch; with a large vocabulary logits do, at 1 GiB in float32.
-    texts = min(4096, 2**28 // network.config.vocab_size)
-    share = max(1, texts // count)  # prompts in a batch
-    for start in range(0, len(prompts), share):
-        batch = slice(start, start + share)
-        draws = [
-            np.random.default_rng([*seed, sample]).random(max_new_tokens)
-            for seed, sample in itertools.product(seeds[batch], range(count))
-        ]
-        draws = torch.from_numpy(np.stack(draws)).to(network.embed.device)
-        decoder = Decoder(network, prompts[batch])
-        decoder.take([row // count for row in range(len(draws))])
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    texts = texts_at_once(network, longest)
+    if texts > count:
+        texts -= texts % count  # whole groups
+    for start in range(0, len(samples), texts):
+        rows = range(start, min(start + texts, len(samples)))
+        first = rows[0] // count
         # Those that the decoder goes on with.
-        live = samples[start * count : (start + share) * count]
+        live = samples[rows[0] : rows[-1] + 1]
+        uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        decoder = Decoder(network, prompts[first : rows[-1] // count + 1])
+        decoder.take([row // count - first for row in rows])
         picks = None
         step = 0
         while step < max_new_tokens:
             if step:
                 decoder(picks)
-            picks, logps = draw(decoder.logits, temperature, draws[:, step], truncate)
+            numbers = uniform.numbers(step).to(decoder.logits.device)
+            picks, logps = draw(decoder.logits, temperature, numbers, truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
+                if not math.isfinite(logp):
+                    raise FloatingPointError("the network gives logits that are not finite")
                 if not live[row].finished:
                     tokens[row] = live[row].take(tokens[row], logp, stop)
             running = [row for row, sample in enumerate(live) if not sample.finished]
@@ -4400,8 +4473,8 @@ def generate(
                 picks = pad_sequence(heard, True).to(picks.device)  # finished texts hear nothing
             if 1 < len(running) < 0.8 * len(live):  # a step of one row would be compiled anew
                 live = [live[row] for row in running]
+                uniform.take(running)
                 decoder.take(running)
-                draws = draws[running]
                 picks = picks[running]
     return samples
 
@@ -5520,6 +5593,7 @@ class PolicyTrainer:
         self.table = quant_table(settings)
         self.qat = False
         self.stop = stop_ids(tokenizer)
+        self.say = None  # function of a line, which says how far sampling is; set before use
         self.sampling_seconds = 0.0  # of this rank in the last step
         self.steps = 0  # of train_step and train so far
 
@@ -5554,7 +5628,8 @@ class PolicyTrainer:
             answer.temperature = temperature
         prompts = [answer.prompt for answer in answers[::count]]
         length = self.settings.max_new_tokens
-        with torch.no_grad(), self.weights(), parametrize.cached():
+        state = functools.partial(sampling_state, answers)
+        with torch.no_grad(), self.weights(), parametrize.cached(), heartbeat(self.say, state):
             generate(
                 self.network,
                 prompts,
@@ -5840,6 +5915,7 @@ def begin_run(run, trainer, exam, samples, checkpoint):
         "note: the ratios of a step's first mini-batch are 1: nothing is clipped, and the policy's "
         "loss is about 0, but its gradient is not; look at the rewards"
     )
+    trainer.say = run.log
     network.compiled = settings.compile  # of generation; sampling here compiles it
     if checkpoint:
         run.load(checkpoint)
@@ -5847,6 +5923,10 @@ def begin_run(run, trainer, exam, samples, checkpoint):
         if settings.compile:
             exam.scores(trainer)
     else:
+        run.log(
+            f"first scores: answers to {len(exam.problems)} held-out prompts, greedily and "
+            f"{EVAL_SAMPLES} samples of each"
+        )
         exam.before = exam.scores(trainer)
     start = score_intervals(exam.before)
     if not checkpoint:
@@ -6440,7 +6520,8 @@ def main():
         samples.trained(rollout, progress)
 
         # 5. Update the weights and their averages.
-        updates = trainer.update(rollout, multiplier)
+        with heartbeat(run.log, lambda: f"step {run.step + 1}: updating the weights"):
+            updates = trainer.update(rollout, multiplier)
         metrics = {**rollout.metrics, **updates, "lr_mul": multiplier, "progress": progress}
         for name, average in averages.items():
             if plan.is_on(name):

@@ -361,3 +361,81 @@ def test_what_has_no_probability_is_never_drawn(way, dtype):
             alive = (kept & ~dead.numpy()).nonzero()[0]
             assert picks.tolist() == [alive[0], alive[-1]]
             assert torch.isfinite(logps).all()
+
+
+# ----------------------------------------------------------------------------------------- extremes
+@pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-38, 1e-31, 1e-20, 1e-9])
+@pytest.mark.parametrize("way", [(0, 1.0), (0, 0.5), (3, 1.0), (10**9, 1e-9)])
+def test_a_temperature_near_0_draws_the_likeliest_token(temperature, way):
+    """Logits over such a number are infinite in float32."""
+    logits = 20 * torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(3))
+    uniform = torch.linspace(0, LAST_UNIFORM, 40, dtype=torch.float64)
+    truncate = S.truncation(S.Settings(top_k=way[0], top_p=way[1]))
+    picks, logps = S.draw(logits, temperature, uniform, truncate)
+    assert torch.equal(picks, logits.argmax(-1)) and logps.abs().max() == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_network_that_is_not_finite_is_a_line(temperature, value):
+    net = mixed()
+    net.embed.data[7] = value
+    with pytest.raises(FloatingPointError, match="logits that are not finite"):
+        generate(net, [[BOS, 5], [BOS, 7]], 2, 4, (temperature, 0, 1.0))
+
+
+def test_any_number_of_samples_is_made_in_batches_that_fit(monkeypatch):
+    """A prompt's samples too, if they are many; each is what it is alone."""
+    net = mixed()
+    expected = generate(net, PROMPTS, 7, 5)
+    rows = []
+    take = S.Decoder.take
+
+    def counted(self, numbers):
+        rows.append(len(numbers))
+        take(self, numbers)
+
+    monkeypatch.setattr(S.Decoder, "take", counted)
+    for most, sizes in ((20, {14, 7}), (7, {7}), (3, {3, 1, 2})):
+        rows.clear()
+        monkeypatch.setattr(S, "texts_at_once", lambda network, tokens, most=most: most)
+        same(generate(net, PROMPTS, 7, 5), expected)
+        assert set(rows) <= sizes and sum(rows) == 7 * len(PROMPTS)
+
+
+def test_caches_of_a_batch_have_a_limit():
+    """At most 1 GiB on a CPU: of SmolLM2-135M, whose 30 layers have keys and values of 192 numbers."""
+    config = SimpleNamespace(
+        vocab_size=49152, num_kv_heads=3, head_dim=0, model_dim=576, num_heads=9
+    )
+    network = SimpleNamespace(config=config, layers=range(30), embed=torch.zeros(1))
+    assert S.texts_at_once(network, 136) == 2**30 // (30 * 2 * 192 * 4 * 200)  # room for 64 more
+    assert S.texts_at_once(network, 10**9) == 1
+    config.num_kv_heads = 0.001
+    assert S.texts_at_once(network, 8) == 4096
+    config.vocab_size = 2**17
+    assert S.texts_at_once(network, 8) == 2048
+
+
+def test_a_length_without_end_takes_no_memory():
+    """Random numbers are drawn as they are needed; they are those of one call."""
+    stop = range(0, VOCAB, 3)
+    long = generate(mixed(), PROMPTS, 2, 10**12, stop=stop)
+    same(long, generate(mixed(), PROMPTS, 2, 300, stop=stop))
+    assert all(sample.finished for sample in long)
+
+
+def test_a_block_says_how_far_it_is(monkeypatch):
+    monkeypatch.setattr(S, "SAY_SECONDS", 0.05)
+    lines = []
+    samples = [S.Sample(ids=[5, 6], finished=True), S.Sample(ids=[5])]
+    with S.heartbeat(lines.append, lambda: S.sampling_state(samples)):
+        while not lines:
+            pass
+    assert lines[0] == "sampling: 1 of 2 answers have ended, 3 tokens so far, 0 s"
+    count = len(lines)
+    with pytest.raises(KeyError), S.heartbeat(lines.append, str):
+        raise KeyError
+    with S.heartbeat(None, str):
+        pass
+    assert len(lines) == count
