@@ -20,6 +20,7 @@ import contextlib
 import difflib
 import functools
 import hashlib
+import importlib.util
 import inspect
 import io
 import itertools
@@ -30,9 +31,11 @@ import pickle
 import re
 import shlex
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import unicodedata
 from collections.abc import Callable
@@ -892,6 +895,190 @@ def add_encoder(tokenizer):
 
 
 # === end: encoding ===
+
+
+# === shared: template ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
+def template_environment():
+    """Return the environment of jinja2 in which transformers renders chat templates."""
+    import datetime
+    import json
+
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} … {% endgeneration %}, which writes what is between."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            call = self.call_method("write")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def write(self, caller):
+            return caller()
+
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def render_templates(environment):
+    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
+
+    It is called in a process of its own, see TemplateProcess. Without values the template is only
+    compiled. A reply is {"text"} or {"fault"}.
+    """
+    import json
+    import resource
+    import sys
+
+    import jinja2
+
+    def render(source, values):
+        template = templates.get(source) or environment.from_string(source)
+        templates[source] = template
+        parts = []
+        room = 1 << 24  # letters
+        for part in [] if values is None else template.generate(**values):
+            parts.append(part)
+            room -= len(part)
+            if room < 0:
+                raise jinja2.TemplateError("writes more than 16 million letters")
+        return "".join(parts)
+
+    templates = {}
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, resource.RLIM_INFINITY))
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        # Beyond this many seconds of a CPU the system ends the process.
+        seconds = int(used.ru_utime + used.ru_stime) + 4
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        try:
+            reply = {"text": render(*json.loads(line))}
+        except jinja2.TemplateError as error:
+            reply = {"fault": str(error)}
+        except Exception as error:  # whatever a template does is the template's fault
+            reply = {"fault": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)
+
+
+class TemplateProcess:
+    """Renders chat templates in a process of its own.
+
+    A template is a program that comes with a model. It may loop for ever or ask for any amount of
+    memory, in one operation of C too, and then only its process can be ended.
+    """
+
+    def __init__(self):
+        # The source is read once: the script may be edited while it runs.
+        functions = (template_environment, render_templates)
+        self.code = "\n".join(map(inspect.getsource, functions))
+        self.code += "render_templates(template_environment())\n"
+        self.lock = threading.Lock()
+        self.owner = 0
+        self.process = None
+        self.endings = 0
+
+    def ask(self, source, values):
+        """Return the text of a template. Raises UserError."""
+        with self.lock:
+            if self.endings > 2:  # each took seconds, and there may be thousands of rows
+                raise UserError("chat template: took too much time or memory too often")
+            reply = self.exchange(json.dumps([source, values]))
+        if "fault" in reply:
+            fault, *_ = reply["fault"].split("\n")
+            raise UserError(f"chat template: {fault:.300}")
+        return reply["text"]
+
+    def exchange(self, line):
+        """Return the reply to a request, from a process of this process's own (it may have forked)."""
+        if self.owner != os.getpid():
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", self.code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )
+            self.owner = os.getpid()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if answer:
+            return json.loads(answer)
+        self.owner = 0
+        self.endings += 1
+        code = self.process.wait()
+        reason = f"ended its process (exit code {code})"
+        if code == -signal.SIGXCPU:
+            reason = "took more than 3 seconds"
+        return {"fault": reason}
+
+
+@functools.cache
+def template_process():
+    """Return the TemplateProcess. Raises UserError if jinja2 is not installed."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise UserError("the model's chat template needs jinja2: pip install jinja2")
+    return TemplateProcess()
+
+
+def compile_template(source):
+    """Raise UserError for a chat template that is not one of jinja2."""
+    template_process().ask(source, None)
+
+
+def chat_text(tokenizer, turns, ask):
+    """Return the text of turns by the chat template of an imported model, as transformers has it.
+
+    A turn is (role token, text), and maybe the fields of a message that say more than this text; the
+    template gets these in place of the text. The content of a message of the role `tools` is a list
+    of tools. ask: whether the text ends where an answer of the assistant begins. Raises UserError.
+    """
+    messages = [
+        {"role": role.strip("<|>"), "content": text} | dict(*fields)
+        for role, text, *fields in turns
+    ]
+    tools = [message["content"] for message in messages if message["role"] == "tools"]
+    values = {
+        "messages": [message for message in messages if message["role"] != "tools"],
+        "add_generation_prompt": ask,
+        "tools": sum(tools, []) or None,
+        "documents": None,
+    }
+    facts = tokenizer.facts
+    source = facts.get("tool_template", facts["template"]) if tools else facts["template"]
+    text = template_process().ask(source, values | facts["names"])
+    if not text.strip():
+        raise UserError("chat template: writes nothing for this conversation")
+    return text
+
+
+# === end: template ===
 
 
 # === shared: roles ===
@@ -3853,25 +4040,56 @@ def hf_delta_views(mixer):
     }
 
 
+def hf_number(config, name, high=1 << 24, default=None):
+    """Return a whole number of a config.json; null is as missing. Raises UserError."""
+    value = config.get(name)
+    if value is None:
+        value = default
+    if type(value) is not int or not 1 <= value <= high:
+        raise UserError(
+            f"config.json: {name}={value!r:.50}: must be a whole number from 1 to {high}"
+        )
+    return value
+
+
+def hf_real(config, name, default=None):
+    """Return a number above 0 of a config.json. Raises UserError."""
+    value = config.get(name, default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UserError(f"config.json: {name}={value!r:.50}: must be a number above 0")
+    return float(value)
+
+
 def hf_rope(config, head_dim, default_share):
     """Return the fields of GPTConfig about rotary positions, of a config.json. Raises UserError.
 
     default_share: of a head's dimensions, those that rotate if the config does not say it.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    share = config.get("partial_rotary_factor", default_share)
-    share = rope.get("partial_rotary_factor", share)
-    if default_share == 1 != share:
+    # transformers 5 writes rope_parameters, and goes by rope_scaling if there are both.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(
+            f"config.json: rotary positions {rope!r:.90}: must be one kind for all layers"
+        )
+    share = default_share
+    for place in (config, rope):
+        if place.get("partial_rotary_factor") is not None:
+            share = hf_real(place, "partial_rotary_factor")
+    if default_share == 1 != share or share > 1:
         raise UserError(f"config.json: partial_rotary_factor={share}: must be 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = []
     if kind == "llama3":
-        names = "factor low_freq_factor high_freq_factor original_max_position_embeddings"
-        scaling = [float(rope[name]) for name in names.split()]
+        length = "original_max_position_embeddings"
+        rope = {length: config["max_position_embeddings"]} | rope
+        if length in config:  # as transformers has it
+            rope = rope | {length: config[length]}
+        names = ("factor", "low_freq_factor", "high_freq_factor", length)
+        scaling = [hf_real(rope, name) for name in names]
     elif kind != "default":
         raise UserError(f"config.json: rope_type={kind!r}: must be default or llama3")
     return {
-        "rope_base": float(rope.get("rope_theta", config.get("rope_theta", ROPE_BASE))),
+        "rope_base": hf_real(rope, "rope_theta", config.get("rope_theta", ROPE_BASE)),
         "rope_dims": int(head_dim * share),
         "rope_scaling": scaling,
     }
@@ -3882,46 +4100,84 @@ def hf_norms(gated, count):
     return " ".join(["rms_offset" if gated else "rms_weight"] * count)
 
 
-def hf_shape(config):
-    """Return the fields of GPTConfig for a config.json. Raises UserError for what has no part."""
-    (architecture,) = config["architectures"]
-    # Transformers takes this from the top level if it stands there.
-    text = config.get("text_config", {})
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    config = config | text
+def hf_known(config):
+    """Return what the network has of a config.json's architecture. Raises UserError without any."""
+    architectures = config.get("architectures")
+    architecture = str(architectures)
+    if isinstance(architectures, list) and len(architectures) == 1:
+        architecture = str(architectures[0])
     known = HF_ARCHITECTURES.get(architecture.replace("ConditionalGeneration", "CausalLM"))
     if known is None:
         names = ", ".join(HF_ARCHITECTURES)
-        raise UserError(f"config.json: architectures={architecture!r}: must be one of {names}")
+        raise UserError(f"config.json: architectures={architecture!r:.90}: must be one of {names}")
+    # transformers goes by this one.
+    kind = config.get("model_type")
+    if kind and str(kind).removesuffix("_text") != re.split("For[CM]", architecture)[0].lower():
+        raise UserError(f"config.json: model_type={kind!r:.50}: must be that of {architecture}")
     for name, value in HF_REFUSED.items():
         if config.get(name) not in (None, value):
-            raise UserError(f"config.json: {name}={config[name]!r}: must be {value!r}")
-    count = config["num_hidden_layers"]
-    every = config.get("full_attention_interval", 4 if known["attn_gate"] else 1)
+            raise UserError(f"config.json: {name}={config[name]!r:.90}: must be {value!r}")
+    return known
+
+
+def hf_layers(config, known):
+    """Return the kinds of the layers of a config.json. Raises UserError."""
+    count = hf_number(config, "num_hidden_layers", 4096)
+    every = hf_number(config, "full_attention_interval", 4096, 4 if known["attn_gate"] else 1)
     kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
     kinds = config.get("layer_types") or (kinds * count)[:count]
-    if set(kinds) - set(HF_LAYERS):
-        raise UserError(f"config.json: layer_types={kinds}: must be among {', '.join(HF_LAYERS)}")
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    allowed = [*HF_LAYERS] if known["attn_gate"] else ["full_attention"]
+    if not isinstance(kinds, list) or not all(kind in allowed for kind in kinds):
+        raise UserError(
+            f"config.json: layer_types={kinds!r:.90}: must be among {', '.join(allowed)}"
+        )
+    if len(kinds) != count:
+        raise UserError(
+            f"config.json: layer_types: has {len(kinds)} layers, num_hidden_layers {count}"
+        )
+    return kinds
+
+
+def hf_shape(config):
+    """Return the fields of GPTConfig for a config.json. Raises UserError for what has no part."""
+    # Transformers takes this from the top level if it stands there.
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise UserError(f"config.json: text_config={text!r:.50}: must be an object")
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    if not isinstance(tied, bool | None):
+        raise UserError(f"config.json: tie_word_embeddings={tied!r:.50}: must be true or false")
+    outer = {name: config.get(name) for name in ("architectures", "model_type")}
+    config = config | text | outer
+    known = hf_known(config)
+    kinds = hf_layers(config, known)
+    width = hf_number(config, "hidden_size")
+    heads = hf_number(config, "num_attention_heads")
+    head_dim = hf_number(config, "head_dim", default=width // heads)
+    context = hf_number(config, "max_position_embeddings", 1 << 40)
     shape = {
-        "vocab_size": config["vocab_size"],
+        "vocab_size": hf_number(config, "vocab_size"),
         "bos_id": -1,  # the tokenizer's; config.json often has none
         "layers": " ".join(HF_LAYERS[kind] for kind in kinds),
-        "norms": hf_norms(known["attn_gate"], count),
+        "norms": hf_norms(known["attn_gate"], len(kinds)),
         # Scores have windows of this length, which must fit into memory.
-        "train_seq_len": min(config["max_position_embeddings"], 4096),
-        "context": config["max_position_embeddings"],
-        "model_dim": config["hidden_size"],
+        "train_seq_len": min(context, 4096),
+        "context": context,
+        "model_dim": width,
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "num_kv_heads": hf_number(config, "num_key_value_heads", default=heads),
         "head_dim": head_dim,
-        "mlp_hidden": config["intermediate_size"],
-        "norm_eps": config["rms_norm_eps"],
-        "tie_embeddings": tied,
+        "mlp_hidden": hf_number(config, "intermediate_size"),
+        "norm_eps": hf_real(config, "rms_norm_eps"),
+        "tie_embeddings": bool(tied),
     }
+    if heads % shape["num_kv_heads"]:
+        raise UserError(
+            f"config.json: num_key_value_heads={shape['num_kv_heads']}: must divide "
+            f"num_attention_heads={heads}"
+        )
     if "linear_attention" in kinds:
-        shape["gdn_shape"] = [config[name] for name in HF_GDN_SHAPE]
+        shape["gdn_shape"] = [hf_number(config, name) for name in HF_GDN_SHAPE]
     return HF_SHAPE | known | shape | hf_rope(config, head_dim, 0.25 if known["attn_gate"] else 1.0)
 
 
@@ -3985,43 +4241,136 @@ def hf_config(shape):
     return config
 
 
-def hf_tensors(folder):
-    """Yield name, name in hf_views, and tensor of all of a folder's model. Raises UserError."""
+@dataclass
+class HfTensor:
+    """A tensor in a safetensors file, of which only the header has been read."""
+
+    path: Path
+    key: str
+    name: str  # in hf_views
+    dtype: str
+    shape: list
+
+    def read(self):
+        """Return the tensor. Raises UserError."""
+        safetensors = load_safetensors()
+        try:
+            with safetensors.safe_open(self.path, framework="pt") as file:
+                return file.get_tensor(self.key)
+        except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
+            raise UserError(f"{self.path}: {self.key}: cannot be read: {error!s:.200}") from None
+
+
+def hf_files(folder):
+    """Return the paths of the safetensors files of a folder's model. Raises UserError."""
+    path = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if path.is_file() and not (folder / names[0]).is_file():  # in the order of transformers
+        placed = read_json(path).get("weight_map")
+        values = [*placed.values()] if isinstance(placed, dict) else [None]
+        for value in values:
+            if not isinstance(value, str) or not re.fullmatch(r"[\w.-]+\.safetensors", value):
+                raise UserError(f"{path}: weight_map: {value!r:.90}: must name files beside it")
+        names = sorted(set(values))
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(
+                f"{folder / name}: no such file; the weights must be in safetensors files"
+            )
+    return [folder / name for name in names]
+
+
+def hf_headers(folder):
+    """Return the HfTensors of a folder's model. Raises UserError."""
     safetensors = load_safetensors()
-    index = read_json(folder / "model.safetensors.index.json")
-    names = sorted(set(index.get("weight_map", {"": "model.safetensors"}).values()))
-    for path in (folder / name for name in names):
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; the weights must be in safetensors files")
+    tensors = {}
+    for path in hf_files(folder):
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 for key in file.keys():
-                    yield key, key.replace("model.language_model.", "model."), file.get_tensor(key)
-        except safetensors.SafetensorError as error:
-            raise UserError(f"{path}: no whole safetensors file: {error}") from None
+                    part = file.get_slice(key)
+                    name = key.replace("model.language_model.", "model.")
+                    if name in tensors:
+                        raise UserError(f"{path}: {key}: stands in another file too, or twice")
+                    tensors[name] = HfTensor(path, key, name, part.get_dtype(), part.get_shape())
+        except (safetensors.SafetensorError, OSError) as error:
+            raise UserError(f"{path}: no whole safetensors file: {error!s:.200}") from None
+    return list(tensors.values())
+
+
+def hf_tensors(folder):
+    """Yield name, name in hf_views, and tensor of all of a folder's model. Raises UserError."""
+    for tensor in hf_headers(folder):
+        yield tensor.key, tensor.name, tensor.read()
+
+
+def read_hf_shape(folder):
+    """Return hf_shape of a folder. Raises UserError.
+
+    A head in the files that is not the embedding counts, also where config.json says that the two
+    are tied. So it is in transformers 5.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder}: no config.json; must be a folder of Hugging Face's")
+    shape = hf_shape(read_json(path))
+    tensors = {tensor.name: tensor for tensor in hf_headers(folder)}
+    head = tensors.get("lm_head.weight")
+    embed = tensors.get("model.embed_tokens.weight")
+    if shape["tie_embeddings"] and head and embed:
+        if head.shape != embed.shape or not torch.equal(head.read().float(), embed.read().float()):
+            shape["tie_embeddings"] = False
+            print(
+                f"{path}: says tie_word_embeddings, but the files have another head, which counts"
+            )
+    return shape
+
+
+def check_hf_headers(folder, shape):
+    """Raise UserError if a folder's files do not have the tensors of a network of this shape.
+
+    Nothing of the network's size is allocated: a config.json may ask for any.
+    """
+    try:
+        with torch.device("meta"):
+            views = hf_views(GPT(GPTConfig(**shape)))
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise UserError(
+            f"{folder}/config.json: does not describe a model: {error!s:.200}"
+        ) from None
+    for tensor in hf_headers(folder):
+        is_tied_head = tensor.name == "lm_head.weight" and shape["tie_embeddings"]
+        if HF_SKIPPED.match(tensor.name) or is_tied_head:
+            continue
+        where = f"{folder}: {tensor.key} {tensor.shape}"
+        view = views.pop(tensor.name, None)
+        if view is None:
+            raise UserError(f"{where}: expected no such tensor")
+        if list(view.shape) != tensor.shape:
+            raise UserError(f"{where}: expected {list(view.shape)}")
+        if not re.fullmatch(r"F(64|32|16|8_E\w+)|BF16", tensor.dtype):
+            raise UserError(f"{where}: has dtype {tensor.dtype}; must be of floating-point numbers")
+    if views:
+        raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
 
 
 def read_hf_tensors(folder, network):
-    """Copy the tensors of a folder's safetensors files into a network, one at a time.
+    """Copy the tensors of a folder's safetensors files, which were checked, into a network.
 
-    Rows beyond the network's vocabulary, which belong to no token, are left out. Raises UserError
-    if the network has other tensors.
+    One is in memory at a time. Rows beyond the network's vocabulary, which belong to no token, are
+    left out. Raises UserError for NaN and infinite weights.
     """
     views = hf_views(network)
-    for key, name, tensor in hf_tensors(folder):
-        is_tied_head = name == "lm_head.weight" and network.head is None
-        if HF_SKIPPED.match(name) or is_tied_head:
+    for tensor in hf_headers(folder):
+        view = views.get(tensor.name)
+        if view is None:
             continue
-        view = views.pop(name, None)
-        if name in ("model.embed_tokens.weight", "lm_head.weight") and view is not None:
-            tensor = tensor[: len(view)]
-        if view is None or view.shape != tensor.shape:
-            size = "no such tensor" if view is None else list(view.shape)
-            raise UserError(f"{folder}: {key} {list(tensor.shape)}: expected {size}")
+        w = tensor.read().float()
+        if not w.isfinite().all():
+            raise UserError(f"{folder}: {tensor.key}: has weights that are NaN or infinite")
         with torch.no_grad():
-            view.copy_(tensor)
-    if views:
-        raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
+            # Embedding and head may have more rows than the network.
+            view.copy_(w[: len(view)])
 
 
 # GPT-2's split of a text into parts within which bytes are merged; "ByteLevel" alone means it.
@@ -4065,30 +4414,83 @@ def hf_split(tokenizer):
     )
 
 
-def hf_tokenizer(folder):
+def hf_tokenizer(folder, size):
     """Return the Tokenizer of a folder's tokenizer.json. Its file is JSON, see rank_tokenizer.
+
+    size: the model's number of tokens, which the tokenizer's is not above. Raises UserError for
+    what would not be reproduced.
+    """
+    path = folder / "tokenizer.json"
+    described = read_json(path)
+    try:
+        facts = tokenizer_facts(folder, described, size)
+        tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
+        probe_split(facts["split"])
+        add_encoder(tokenizer)
+    except (LookupError, TypeError, ValueError, AttributeError, regex.error) as error:
+        fault = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise UserError(f"{path}: is not understood: {fault:.200}") from None
+    for name in ("template", "tool_template"):
+        if name in tokenizer.facts:
+            compile_template(tokenizer.facts[name])
+    return tokenizer
+
+
+def report_import(folder, shape, tokenizer):
+    """Print what is particular about an imported model."""
+    if (
+        hf_shape(read_json(folder / "config.json"))["tie_embeddings"]
+        and not shape["tie_embeddings"]
+    ):
+        print(f"{folder}: config.json ties the head; the files have another, which counts")
+    if tokenizer.file != "imported.tiktoken":
+        return
+    begin = repr(tokenizer.facts["bos"]) if begin_ids(tokenizer) else "nothing"
+    print(f"{folder}: {tokenizer.vocab_size} tokens; before a text stands {begin}")
+    lacking = sorted({bytes([byte]) for byte in range(256)} - set(tokenizer.pieces))
+    if lacking:
+        names = " ".join(byte.hex() for byte in lacking)
+        print(
+            f"{folder}: its vocabulary lacks {len(lacking)} bytes ({names}); they are dropped from "
+            "texts, as transformers does"
+        )
+    if tokenizer.facts["unused_templates"]:
+        print(
+            f"{folder}: not used: chat templates {', '.join(tokenizer.facts['unused_templates'])}"
+        )
+    if "template" in tokenizer.facts:
+        try:
+            chat_text(tokenizer, [("<|user|>", "Hello")], True)
+        except UserError as error:
+            print(f"{folder}: a conversation of one question is refused: {error}")
+
+
+def tokenizer_facts(folder, tokenizer, size):
+    """Return the facts of a tokenizer.json, a dict, and its ranks, see rank_tokenizer.
 
     Byte-level BPE alone. tiktoken merges the pair of the lowest rank first, so ids must be in the
     order of merges, and takes a whole part of a text if it is a piece. So pieces that no merge
     reaches are left out, unless the tokenizer does the same (ignore_merges): then their merges must
     be all that tiktoken would do. Added tokens are apart from these; those that are not special, as
-    <think>, are shown as text. BOS is the tokenizer's, or <|endoftext|>. Raises UserError for what
-    would not be reproduced.
+    <think>, are shown as text. BOS is the tokenizer's, or <|endoftext|>. Raises UserError.
     """
-    tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
     model = tokenizer["model"]
-    normalizer = tokenizer.get("normalizer") or {"type": None}
-    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
-        raise UserError(f"tokenizer.json: model {model['type']}: must be byte-level BPE")
-    if normalizer["type"] not in (None, "NFC"):
-        raise UserError(f"tokenizer.json: normalizer {normalizer['type']}: must be NFC or none")
-    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    check_bpe(tokenizer, model)
+    added = {}
     shown = {}
+    late = []
     for token in tokenizer["added_tokens"]:
-        if token["lstrip"] or token["rstrip"] or token["single_word"]:
-            raise UserError(f"tokenizer.json: added token {token['content']!r}: must strip nothing")
+        text = token["content"]
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise UserError(f"tokenizer.json: added token {text!r}: must strip nothing")
+        if not text or added.setdefault(text, token["id"]) != token["id"]:
+            raise UserError(f"tokenizer.json: added token {text!r}: is empty, or has two ids")
         if not token["special"]:
-            shown[token["content"]] = token["id"]
+            shown[text] = token["id"]
+        if token.get("normalized"):
+            late.append(text)
+    check_ids(model["vocab"], added, size)
+    check_added(folder, added)
     ids = {piece: i for piece, i in model["vocab"].items() if piece not in added}
     merges = {}
     for place, merge in enumerate(model["merges"]):
@@ -4096,23 +4498,88 @@ def hf_tokenizer(folder):
     order = [ids["".join(pair)] for pair in merges]
     if order != sorted(order):
         raise UserError("tokenizer.json: merges: must be in the order of the ids that they make")
-    facts = hf_chat(folder, added)
+    if any(part not in model["vocab"] for pair in merges for part in pair):
+        raise UserError("tokenizer.json: merges: must be of pieces of the vocabulary")
     lines = rank_lines(ids, merges, model.get("ignore_merges"))
     lines += [rank_line(text.encode(), i) for text, i in shown.items()]
-    facts |= {
+    facts = hf_chat(folder, added)
+    return facts | {
         "vocab_size": 1 + max([*ids.values(), *added.values()]),
         "split": hf_split(tokenizer),
-        "nfc": normalizer["type"] == "NFC",
+        "nfc": (tokenizer.get("normalizer") or {}).get("type") == "NFC",
         "added": added,
-        "normalized": [
-            token["content"] for token in tokenizer["added_tokens"] if token["normalized"]
-        ],
+        "normalized": late,
         "ranks": "\n".join(lines),
-        "begins_with_bos": facts["bos"] in json.dumps(tokenizer.get("post_processor")),
+        "begins_with_bos": begins_with(tokenizer.get("post_processor"), facts["bos"]),
     }
-    tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
-    probe_split(facts["split"])
-    return tokenizer
+
+
+def check_bpe(tokenizer, model):
+    """Raise UserError for a tokenizer.json that is not byte-level BPE as tiktoken does it."""
+    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+        raise UserError(f"tokenizer.json: model {model['type']}: must be byte-level BPE")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise UserError(f"tokenizer.json: {name}={model[name]!r:.50}: must be none")
+    normalizer = (tokenizer.get("normalizer") or {}).get("type")
+    if normalizer not in (None, "NFC"):
+        raise UserError(f"tokenizer.json: normalizer {normalizer}: must be NFC or none")
+    lacking = byte_of_letters().keys() - model["vocab"].keys()
+    if lacking and model.get("unk_token") is not None:
+        raise UserError(
+            f"tokenizer.json: unk_token={model['unk_token']!r:.50}: must be none, because the "
+            f"vocabulary lacks {len(lacking)} bytes"
+        )
+
+
+def check_ids(vocab, added, size):
+    """Raise UserError unless every token has an id of its own below `size`."""
+    tokens = vocab | added
+    for text, i in tokens.items():
+        if type(i) is not int or i < 0:
+            raise UserError(f"tokenizer.json: {text!r:.50} has the id {i!r:.50}: must be a number")
+    count = 1 + max(tokens.values())
+    if count > size:
+        raise UserError(f"tokenizer.json: the tokenizer has {count} tokens, the model {size}")
+    if len(set(tokens.values())) < len(tokens) or any(
+        vocab.get(a, i) != i for a, i in added.items()
+    ):
+        raise UserError("tokenizer.json: two tokens have one id, or one has two")
+
+
+def check_added(folder, added):
+    """Raise UserError if the tokenizer_config.json has tokens that tokenizer.json does not."""
+    path = folder / "tokenizer_config.json"
+    config = read_json(path)
+    listed = [*(config.get("added_tokens_decoder") or {}).values()]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = config.get(name) or []
+        listed += tokens.values() if isinstance(tokens, dict) else tokens
+    for token in listed:
+        text = token["content"] if isinstance(token, dict) else token
+        if text not in added:
+            raise UserError(
+                f"{path}: token {text!r:.50}: must be one of tokenizer.json's added_tokens"
+            )
+
+
+def begins_with(processor, bos):
+    """Return whether a post_processor puts BOS before a text. Raises UserError for other tokens."""
+    processor = processor or {"type": "ByteLevel"}
+    if processor["type"] == "Sequence":
+        return any([begins_with(step, bos) for step in processor["processors"]])
+    if processor["type"] == "ByteLevel":  # has to do with places in the text alone
+        return False
+    texts = []
+    if processor["type"] == "TemplateProcessing":
+        parts = itertools.chain(*(step.values() for step in processor["single"]))
+        texts = [part["id"] for part in parts]
+    if texts in (["A"], [bos, "A"]):
+        return len(texts) == 2
+    raise UserError(
+        f"tokenizer.json: post_processor {processor['type']} {texts}: must put nothing but BOS, "
+        f"{bos!r}, before a text, and nothing behind it"
+    )
 
 
 def rank_line(content, i):
@@ -4124,12 +4591,15 @@ def rank_lines(ids, merges, ignore_merges):
     """Return the lines of a rank file, of the pieces that tiktoken may have. See hf_tokenizer."""
     letters = byte_of_letters()
     lines = []
+    known = {*ids, *letters}  # tiktoken has all bytes, see BytePairEncoder
     for piece, i in ids.items():
+        if len(piece) > 1024 or not piece or set(piece) - letters.keys():
+            raise UserError(f"tokenizer.json: piece {piece!r:.50}: must be of 1 to 1024 bytes")
         if merge_letters(piece, merges) != [piece]:
             if not ignore_merges:
                 continue
             splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-            if any(a in ids and b in ids and (a, b) not in merges for a, b in splits):
+            if any(a in known and b in known and (a, b) not in merges for a, b in splits):
                 raise UserError(f"tokenizer.json: merges: must have every split of {piece!r}")
         lines.append(rank_line(bytes(letters[letter] for letter in piece), i))
     return lines
@@ -4159,38 +4629,79 @@ def probe_split(split):
 
 
 def read_json(path):
-    """Return what a JSON file of an object has; {} if there is no such file."""
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+    """Return what a JSON file of an object has; {} if there is no such file. Raises UserError."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is no JSON: {error!s:.200}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must be a JSON object, and is {value!r:.50}")
+    return value
 
 
 def hf_chat(folder, added):
     """Return the facts of a folder about texts and conversations. Raises UserError.
 
     added: the text of an added token -> its id. Returned are BOS, which is <|endoftext|> if there is
-    none, the ids that end an answer, the names in chat templates, and the template if there is one.
+    none, the ids that end an answer, the names in chat templates, and templates if there are some.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path)
     names = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        token = config.get(name)
-        token = token["content"] if isinstance(token, dict) else token
+    for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"):
+        token = config.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            names[name] = token
+            names[f"{kind}_token"] = token
+            if not isinstance(token, str):
+                raise UserError(f"{path}: {kind}_token={token!r:.50}: must be a text")
     bos = names.get("bos_token", "<|endoftext|>")
     if bos not in added:
-        raise UserError(f"{path}: bos_token {bos!r}: must be one of tokenizer.json's added_tokens")
+        raise UserError(
+            f"{path}: bos_token {bos!r:.50}: must be one of tokenizer.json's added_tokens"
+        )
     stop = [added[bos], added.get(names.get("eos_token"), added[bos])]
     for name in ("config.json", "generation_config.json"):
-        ids = read_json(folder / name).get("eos_token_id") or []
-        stop += [ids] if isinstance(ids, int) else ids
+        ids = read_json(folder / name).get("eos_token_id")
+        ids = [ids] if ids is None or isinstance(ids, int) else ids
+        if not isinstance(ids, list) or not all(type(i) in (int, type(None)) for i in ids):
+            raise UserError(
+                f"{folder / name}: eos_token_id={ids!r:.50}: must be an id or a list of them"
+            )
+        stop += [i for i in ids if i is not None]
     facts = {"bos": bos, "bos_id": added[bos], "names": names, "stop": sorted(set(stop))}
-    template = config.get("chat_template")
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if isinstance(template, list):  # several by name
-        template = {one["name"]: one["template"] for one in template}["default"]
-    return facts | {"template": template} if template else facts
+    return facts | hf_templates(folder, config)
+
+
+def hf_templates(folder, config):
+    """Return the facts of a folder about chat templates. Raises UserError for one without use.
+
+    As in transformers, chat_template.jinja counts before the tokenizer_config.json, and of several
+    by name the one called tool_use is for conversations with tools.
+    """
+    path = folder / "chat_template.jinja"
+    templates = config.get("chat_template") or {}
+    if isinstance(templates, list):
+        templates = {str(one.get("name")): one.get("template") for one in map(dict, templates)}
+    elif templates:
+        templates = {"default": templates}
+    if path.is_file():
+        templates = {"default": path.read_text(encoding="utf-8")}
+        for more in sorted(folder.glob("additional_chat_templates/*.jinja")):
+            templates[more.stem] = more.read_text(encoding="utf-8")
+    facts = {"unused_templates": sorted(templates.keys() - {"default", "tool_use"})}
+    if not templates:
+        return facts
+    if not all(isinstance(text, str) for text in templates.values()) or "default" not in templates:
+        raise UserError(
+            f"{folder}: chat_template: must be a text, or several with one named default"
+        )
+    facts["template"] = templates["default"]
+    if "tool_use" in templates:
+        facts["tool_template"] = templates["tool_use"]
+    return facts
 
 
 def read_hf_tokenizer(folder, path, vocab_size):
@@ -4200,14 +4711,7 @@ def read_hf_tokenizer(folder, path, vocab_size):
             raise UserError(
                 f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
             )
-        try:
-            tokenizer = hf_tokenizer(folder)
-        except (LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{folder}/tokenizer.json: is not understood: {error!r}") from None
-        if tokenizer.vocab_size > vocab_size:
-            raise UserError(
-                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}"
-            )
+        tokenizer = hf_tokenizer(folder, vocab_size)
         return tokenizer
     path = path or str(folder / "tokenizer.model")
     if path != "bytes" and not (Path(path).is_file() and path.endswith(".model")):
@@ -4223,27 +4727,24 @@ def read_hf_tokenizer(folder, path, vocab_size):
 
 def import_(args):
     """Read a model of transformers into a run folder: config.json, safetensors, tokenizer."""
-    path = args.folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{args.folder}: no config.json; must be a folder of Hugging Face's")
-    try:
-        shape = hf_shape(read_json(path))
-        settings = load_settings(Settings, dict(os.environ))
-        tokenizer = read_hf_tokenizer(args.folder, settings.tokenizer_path, shape["vocab_size"])
-        shape["bos_id"] = tokenizer.bos_id
-        if tokenizer.file == "imported.tiktoken":
-            # Models have some more rows than tokens. An id without a token must not be drawn.
-            shape["vocab_size"] = tokenizer.vocab_size
-        network = GPT(GPTConfig(**shape))
-    except (LookupError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: does not describe a model: {error!r}") from None
+    shape = read_hf_shape(args.folder)
+    check_hf_headers(args.folder, shape)
+    settings = load_settings(Settings, dict(os.environ))
+    tokenizer = read_hf_tokenizer(args.folder, settings.tokenizer_path, shape["vocab_size"])
+    shape["bos_id"] = tokenizer.bos_id
+    if tokenizer.file == "imported.tiktoken":
+        # Models have some more rows than tokens. An id without a token must not be drawn.
+        shape["vocab_size"] = tokenizer.vocab_size
+    network = GPT(GPTConfig(**shape))
     read_hf_tensors(args.folder, network)
     args.out.mkdir()
     header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
     if tokenizer.file != "bytes":
         replace_file(args.out / tokenizer.file, tokenizer.content)
+    path = args.folder / "config.json"
     source = Weights(path, network.state_dict(), asdict(network.config), header)
     write_model(args.out / "step_000000", source)
+    report_import(args.folder, shape, tokenizer)
 
 
 def export(args):
@@ -4325,11 +4826,8 @@ def like_files(folder, source, network):
     all files but the weights are the folder's. Raises UserError if it is another model's.
     """
     path = folder / "config.json"
-    try:
-        config = read_json(path)
-        shape = hf_shape(config)
-    except (LookupError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: does not describe a model: {error!r}") from None
+    shape = read_hf_shape(folder)
+    config = read_json(path)
     for name, value in shape.items():
         actual = source.shape.get(name)
         # Training and the tokenizer may change some fields.

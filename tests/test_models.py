@@ -340,8 +340,8 @@ def test_role_tokens_in_an_export_like_the_original(transformers, imported, call
 UNLIKE = [
     (dict(num_key_value_heads=4), r"config.json: has num_kv_heads=4, .*step_000000 2"),
     (dict(rope_parameters=dict(rope_theta=5e5)), r"has rope_base=500000.0, .* 10000.0"),
-    (dict(architectures=["Qwen3ForCausalLM"]), r"has qk_norm=True, .* False"),
-    (dict(num_hidden_layers="3"), "does not describe a model"),
+    (dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3"), r"has qk_norm=True, .* False"),
+    (dict(num_hidden_layers="3"), "num_hidden_layers='3': must be a whole number from 1 to 4096"),
 ]
 
 
@@ -362,7 +362,7 @@ def test_export_like_another_model_is_an_error(imported, call, tmp_path):
         path.write_text(json.dumps(config | changes))
         refuses(fault)
     path.write_text("{")
-    refuses("does not describe a model")
+    refuses("config.json: is no JSON")
     path.write_text(json.dumps(config))
     state = tensors_of(folder)
     del state["model.layers.1.mlp.up_proj.weight"]
@@ -380,12 +380,136 @@ REFUSED = [
     (dict(rope_parameters=dict(rope_type="yarn")), "rope_type='yarn': must be default or llama3"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5: must be 1"),
     (dict(layer_types=["sliding_attention"] * 3), "layer_types=.*: must be among full_attention"),
-    (dict(hidden_size=None), "does not describe a model"),
+    (dict(hidden_size=None), "hidden_size=None: must be a whole number from 1"),
+    (dict(hidden_size=64.0), "hidden_size=64.0: must be a whole number from 1"),
+    (dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000: must be a whole number from 1"),
+    (dict(intermediate_size=1 << 24), "mlp.down_proj.weight .*: expected .64, 16777216."),
+    (dict(num_key_value_heads=3), "num_key_value_heads=3: must divide num_attention_heads=4"),
+    (dict(model_type="mistral"), "model_type='mistral': must be that of LlamaForCausalLM"),
+    (dict(architectures=[1]), "architectures='1': must be one of"),
+    (dict(architectures=[]), "architectures='..': must be one of"),
+    (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan: must be a number above 0"),
+    (dict(rope_parameters=dict(full_attention={})), "must be one kind for all layers"),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type='linear': must be default"),
+    (dict(rope_parameters=dict(rope_theta=-1)), "rope_theta=-1: must be a number above 0"),
+    (dict(layer_types=["full_attention"]), "layer_types: has 1 layers, num_hidden_layers 3"),
+    (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes': must be true or false"),
+    (dict(text_config=[1]), "text_config=.1.: must be an object"),
     (dict(intermediate_size=96), "mlp.down_proj.weight .*: expected .64, 96."),
     (dict(num_hidden_layers=4), "lack model.layers.3"),
     (dict(num_hidden_layers=2), "model.layers.2.* expected no such tensor"),
-    (dict(vocab_size=300), "has 264 tokens; must have the model.s 300"),
+    (dict(vocab_size=300), "weight .264, 64.: expected .300, 64."),
 ]
+
+
+def rewrite(folder, change):
+    """Write a folder's weights again as `change`, of their dict, left them."""
+    from safetensors.torch import save_file
+
+    state = tensors_of(folder)
+    change(state)
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied_mqa"])
+def test_a_head_of_its_own_in_a_tied_model(transformers, imported, tmp_path, name):
+    """It counts, as in transformers, and is given back; a head that is the embedding is tied."""
+    _, folder, _ = imported(name)
+    config = json.loads((folder / "config.json").read_bytes()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    for number, scale in enumerate((1.0, -1.0)):
+        rewrite(
+            folder,
+            lambda state, scale=scale: state.update(
+                {"lm_head.weight": scale * state["model.embed_tokens.weight"]}
+            ),
+        )
+        out = tmp_path / "runs" / f"head{number}"
+        imported.run("import", folder, out, TOKENIZER_PATH="bytes")
+        network = load(out)
+        assert network.config.tie_embeddings == (scale == 1.0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert (network(texts()) - model(texts()).logits).abs().max() < 1e-4
+        imported.run("export", out, tmp_path / f"back{number}", "--like", folder)
+        assert_same_tensors(folder, tmp_path / f"back{number}")
+
+
+def test_weights_that_are_refused(imported, refuses, transformers):
+    """NaN and infinite weights, integers, tensors that are missing, too many or of another shape."""
+    _, folder, _ = imported("llama")
+    bytes_of_texts = dict(TOKENIZER_PATH="bytes")
+    key = "model.layers.1.mlp.up_proj.weight"
+    good = tensors_of(folder)[key]
+    odd = good.clone()
+    odd[3, 5] = float("nan")
+    for w, fault in (
+        (odd, "has weights that are NaN or infinite"),
+        (odd.nan_to_num(float("-inf")), "has weights that are NaN or infinite"),
+        (good.double() * 1e300, "has weights that are NaN or infinite"),
+        (good.int(), "has dtype I32; must be of floating-point numbers"),
+        (good[:-1].clone(), "expected .100, 64."),
+        (good[None].clone(), "expected .100, 64."),
+    ):
+        rewrite(folder, lambda state, w=w: state.update({key: w}))
+        refuses(f"{key}.*{fault}", folder, **bytes_of_texts)
+    rewrite(folder, lambda state: state.update({key: good, "model.x": good + 1}))
+    refuses("model.x .*: expected no such tensor", folder, **bytes_of_texts)
+    rewrite(folder, lambda state: [state.pop(name) for name in (key, "model.x")])
+    refuses(f"lack {key}", folder, **bytes_of_texts)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "float8_e4m3fn"])
+def test_weights_of_other_dtypes(transformers, imported, tmp_path, dtype):
+    _, folder, _ = imported("llama")
+    rewrite(
+        folder,
+        lambda state: state.update({key: w.to(getattr(torch, dtype)) for key, w in state.items()}),
+    )
+    imported.run("import", folder, tmp_path / "runs" / "other", TOKENIZER_PATH="bytes")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    network = load(tmp_path / "runs" / "other")
+    assert (network(texts()) - model(texts()).logits).abs().max() < 1e-4
+
+
+ROPES = (
+    dict(rope_parameters=None, rope_theta=500.0),
+    dict(rope_parameters=dict(rope_type="default", rope_theta=700), rope_theta=500.0),
+    dict(rope_parameters=dict(rope_theta=700), rope_scaling={**LLAMA3, "rope_theta": 900.0}),
+    dict(rope_parameters=None, rope_theta=500.0, rope_scaling=dict(type="default")),
+    dict(rope_parameters={k: v for k, v in LLAMA3.items() if k[:4] != "orig"}),
+)
+
+
+@pytest.mark.parametrize("changes", ROPES)
+def test_rotary_positions_of_older_configs(transformers, imported, tmp_path, changes):
+    _, folder, _ = imported("llama")
+    config = json.loads((folder / "config.json").read_bytes()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    imported.run("import", folder, tmp_path / "runs" / "rope", TOKENIZER_PATH="bytes")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    network = load(tmp_path / "runs" / "rope")
+    assert (network(texts()) - model(texts()).logits).abs().max() < 1e-4
+
+
+def test_an_index_names_files_beside_it(imported, refuses):
+    _, folder, _ = imported("llama")
+    (folder / "model.safetensors").rename(folder / "x.safetensors")
+    path = folder / "model.safetensors.index.json"
+    for placed in ("../x.safetensors", "/x.safetensors", 7, "config.json", ""):
+        path.write_text(json.dumps({"weight_map": {"a": placed}}))
+        refuses("index.json: weight_map: .*: must name files beside it", folder)
+    for text, fault in (
+        ('{"weight_map": []}', "weight_map: None"),
+        ("[1]", "must be a JSON object"),
+    ):
+        path.write_text(text)
+        refuses(fault, folder)
+    path.write_text(json.dumps({"weight_map": {"a": "y.safetensors"}}))
+    refuses("y.safetensors: no such file", folder)
+    path.unlink()
+    refuses("model.safetensors: no such file", folder)
 
 
 def test_nulls_and_damaged_files(imported, refuses, tmp_path):
@@ -652,11 +776,11 @@ def test_a_piece_that_no_merge_reaches(tmp_path, ignore_merges):
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     if ignore_merges:
         with pytest.raises(Q.UserError, match="merges: must have every split of 'abc'"):
-            Q.hf_tokenizer(tmp_path)
+            Q.hf_tokenizer(tmp_path, 900)
         model["merges"].append(["ab", "c"])
         (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     again = tokenizers.Tokenizer.from_str(json.dumps(described))
-    (tmp_path / "imported.tiktoken").write_bytes(Q.hf_tokenizer(tmp_path).content)
+    (tmp_path / "imported.tiktoken").write_bytes(Q.hf_tokenizer(tmp_path, 900).content)
     found = S.load_tokenizer(tmp_path / "imported.tiktoken")
     for text in ("abc", "xyz", "ab bc abc xyz", "xabc", "aabcc", " xyz"):
         assert found.encode(text) == again.encode(text).ids, text
@@ -665,6 +789,53 @@ def test_a_piece_that_no_merge_reaches(tmp_path, ignore_merges):
 
 def changed(described, **changes):
     return json.dumps({**described, **changes})
+
+
+ODD_TOKENIZERS = (  # what has changed in a good tokenizer.json, and what is said
+    (
+        lambda t: t["model"].update(end_of_word_suffix="</w>"),
+        "end_of_word_suffix='</w>': must be none",
+    ),
+    (
+        lambda t: t["model"]["vocab"].update({"zz": 10**12}),
+        "has 1000000000001 tokens, the model 640",
+    ),
+    (lambda t: t["model"]["vocab"].update({"zz": "7"}), "'zz' has the id '7': must be a number"),
+    (lambda t: t["model"]["vocab"].update({"zz": 7}), "two tokens have one id, or one has two"),
+    (lambda t: t["added_tokens"][0].update(id=7), "two tokens have one id, or one has two"),
+    (lambda t: t["added_tokens"][0].update(content=""), "added token '': is empty, or has two ids"),
+    (
+        lambda t: t["model"]["vocab"].update({"\u2581z": 630}),
+        "piece '\u2581z': must be of 1 to 1024 bytes",
+    ),
+    (
+        lambda t: t.update(post_processor={"type": "BertProcessing"}),
+        "post_processor BertProcessing",
+    ),
+    (lambda t: t.update(model=[]), "tokenizer.json: is not understood: TypeError"),
+    (lambda t: t.update(added_tokens=7), "tokenizer.json: is not understood: TypeError"),
+    (
+        lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": "("}),
+        "tokenizer.json: is not understood: ",
+    ),
+    (
+        lambda t: (t["model"].update(unk_token="<unk>"), t["model"]["vocab"].pop("!")),
+        "unk_token='<unk>': must be none, because the vocabulary lacks 1 bytes",
+    ),
+)
+ODD_CONFIGS = (
+    ([], "tokenizer_config.json: must be a JSON object, and is .."),
+    ({"bos_token": 7}, "bos_token=7: must be a text"),
+    (
+        {"additional_special_tokens": ["<x>"]},
+        "token '<x>': must be one of tokenizer.json's added_tokens",
+    ),
+    ({"added_tokens_decoder": {"9": {"content": "<x>"}}}, "token '<x>': must be one of"),
+    ({"chat_template": 7}, "chat_template: must be a text, or several with one named default"),
+    ({"chat_template": [{"name": "rag", "template": "x"}]}, "several with one named default"),
+    ({"chat_template": "{% for %}"}, "chat template: "),
+    ({"chat_template": "{% unknown %}"}, "chat template: Encountered unknown tag 'unknown'"),
+)
 
 
 def test_what_a_tokenizer_json_must_be(transformers, refuses, tmp_path):
@@ -701,7 +872,16 @@ def test_what_a_tokenizer_json_must_be(transformers, refuses, tmp_path):
     path.write_text(changed(good, added_tokens=[]))
     refuses("is not understood|bos_token", folder)
     path.write_text("{")
-    refuses("is not understood", folder)
+    refuses("tokenizer.json: is no JSON", folder)
+    for change, fault in ODD_TOKENIZERS:
+        again = json.loads(json.dumps(good))
+        change(again)
+        path.write_text(json.dumps(again))
+        refuses(fault, folder)
+    path.write_text(json.dumps(good))
+    for config, fault in ODD_CONFIGS:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        refuses(fault, folder)
 
 
 # ------------------------------------------------------------------------------------ conversations
