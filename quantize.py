@@ -897,6 +897,26 @@ def add_encoder(tokenizer):
 # === end: encoding ===
 
 
+# === shared: roles ===
+def with_roles(tokenizer):
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return tokenizer
+    count = len(ROLE_TOKENS)
+    return replace(
+        tokenizer,
+        pieces=tokenizer.pieces + [b""] * count,
+        drops_space=np.append(tokenizer.drops_space, [False] * count),
+        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
+    )
+
+
+# === end: roles ===
+
+
 # === shared: template ===
 def begin_ids(tokenizer):
     """Return what a text begins with: BOS, or nothing where an imported model has it so."""
@@ -1079,26 +1099,6 @@ def chat_text(tokenizer, turns, ask):
 
 
 # === end: template ===
-
-
-# === shared: roles ===
-def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
-
-    An imported model with a chat template needs none.
-    """
-    if tokenizer.roles or "template" in tokenizer.facts:
-        return tokenizer
-    count = len(ROLE_TOKENS)
-    return replace(
-        tokenizer,
-        pieces=tokenizer.pieces + [b""] * count,
-        drops_space=np.append(tokenizer.drops_space, [False] * count),
-        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
-    )
-
-
-# === end: roles ===
 
 
 # === shared: data ===
@@ -4498,7 +4498,7 @@ def tokenizer_facts(folder, tokenizer, size):
     order = [ids["".join(pair)] for pair in merges]
     if order != sorted(order):
         raise UserError("tokenizer.json: merges: must be in the order of the ids that they make")
-    if any(part not in model["vocab"] for pair in merges for part in pair):
+    if set(itertools.chain(*merges)) - model["vocab"].keys():
         raise UserError("tokenizer.json: merges: must be of pieces of the vocabulary")
     lines = rank_lines(ids, merges, model.get("ignore_merges"))
     lines += [rank_line(text.encode(), i) for text, i in shown.items()]
