@@ -3558,17 +3558,21 @@ def read_facts(name, path, kinds):
     return facts
 
 
+def read_run_facts(name, path, kinds):
+    """Return what read_facts does, of a file that has all settings, too. Raises UserError."""
+    facts = read_facts(name, path, {**kinds, "settings": dict})
+    for setting in fields(Settings):
+        if setting.name not in facts["settings"]:
+            raise UserError(
+                f"{name}: {path} has no {setting.name.upper()}; must be of a run of this script, in "
+                "this version"
+            )
+    return facts
+
+
 def read_meta(folder):
     """Return meta.json of a checkpoint to resume. Raises UserError for one that no run has made."""
-    kinds = {"step": int, "settings": dict, "identity": dict}
-    meta = read_facts("RESUME", folder / "meta.json", kinds)
-    missing = [setting.name for setting in fields(Settings) if setting.name not in meta["settings"]]
-    if missing:
-        raise UserError(
-            f"RESUME: {folder}/meta.json has no {missing[0].upper()}; must be of a run of this "
-            "script, in this version"
-        )
-    return meta
+    return read_run_facts("RESUME", folder / "meta.json", {"step": int, "identity": dict})
 
 
 def start_file(path):
@@ -3629,7 +3633,7 @@ def read_progress(folder):
     path = folder / "progress.json"
     if not path.is_file():
         raise UserError(f"{prefix}: no {path}; must be a run that trained to its end")
-    stored = read_facts(prefix, path, {"progress": list, "events": list, "settings": dict})
+    stored = read_run_facts(prefix, path, {"progress": list, "events": list})
     before = 0.0
     for share in stored["progress"]:
         if type(share) not in (int, float) or not before <= share <= 1:

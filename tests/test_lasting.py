@@ -976,12 +976,12 @@ def test_networks_are_compiled_whole(place):
 
 # ------------------------------------------------------------------------------ what is read again
 def test_a_replay_has_a_name_of_its_own_and_an_unchanged_source(tmp_path):
-    settings = {"run_id": "source", "resume": "runs/source", "seed": 3}
+    settings = {**vars(T.Settings()), "run_id": "source", "resume": "runs/source", "seed": 3}
     stored = {"progress": [0.5, 1.0], "events": [], "settings": settings}
     path = tmp_path / "progress.json"
     path.write_text(json.dumps(stored))
     given = {"REPLAY": str(tmp_path)}
-    assert T.stored_settings(given) == {"run_id": "", "resume": "", "seed": 3}
+    assert T.stored_settings(given) == {**settings, "run_id": "", "resume": ""}
     event = {"event": "resume", "changed": {}}
     path.write_text(json.dumps({**stored, "events": [event]}))
     assert T.read_progress(tmp_path)["progress"] == [0.5, 1.0]
@@ -1001,3 +1001,130 @@ def test_a_checkpoint_appears_by_a_rename(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no rename"):
         T.save_checkpoint(tmp_path, 3, {"model": {}}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------- seeded mutations
+def repair(folder):
+    """Write a SHA256SUMS that matches what a checkpoint has now, as who forges it would."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != "SHA256SUMS")
+    lines = [f"{T.sha256_file(folder / name)}  {name}\n" for name in names]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+ODD = (None, True, -1, 0, 3.5, 1e400, "", "x", [], [1], {}, {"a": 1})
+
+
+def change_json(path, rng):
+    """Replace or delete a value, at any depth, of a JSON file."""
+    content = json.loads(path.read_text())
+    place = content
+    while True:
+        key = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
+        inner = place[key]
+        if not isinstance(inner, dict | list) or not inner or rng.random() < 0.3:
+            break
+        place = inner
+    if rng.random() < 0.3:
+        del place[key]
+    else:
+        place[key] = rng.choice(ODD)
+    if rng.random() < 0.1:
+        content = rng.choice(ODD)
+    path.write_text(json.dumps(content))
+    return f"{key}: {inner!r:.40}"
+
+
+def change_state(path, rng):
+    """Replace or delete a value, at any depth, of a file of torch.save."""
+    content = torch.load(path, weights_only=True)
+    place = content
+    while True:
+        key = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
+        inner = place[key]
+        if not isinstance(inner, dict | list) or not inner or rng.random() < 0.2:
+            break
+        place = inner
+    if rng.random() < 0.3:
+        del place[key]
+    else:
+        place[key] = rng.choice([*ODD, torch.zeros(3), torch.tensor("x".isalpha())])
+    torch.save(content, path)
+    return f"{key}: {type(inner).__name__}"
+
+
+def change_bytes(path, rng):
+    """Flip a bit, cut the file, empty it, delete it, or write what is no such file."""
+    data = path.read_bytes()
+    how = rng.randrange(5)
+    if how == 0:
+        flip(path, rng.randrange(8 * len(data)))
+    elif how == 1:
+        path.write_bytes(data[: rng.randrange(len(data))])
+    elif how == 2:
+        path.write_bytes(b"")
+    elif how == 3:
+        path.unlink()
+    else:
+        path.write_bytes(rng.choice([b"PK\3\4", b"\x80\2}.", b"null", b"hello\n" * 99]))
+    return f"bytes {how}"
+
+
+def mutate(folder, rng):
+    """Change a file of the newest checkpoint, and its sums in two of three cases; say what."""
+    checkpoint = T.list_checkpoints(folder)[0]
+    name = rng.choice(["meta.json", "model.pt", "training.pt", "SHA256SUMS"])
+    path = checkpoint / name
+    change = change_bytes
+    if name == "meta.json" and rng.random() < 0.7:
+        change = change_json
+    elif name.endswith(".pt") and rng.random() < 0.7:
+        change = change_state
+    said = f"{name} {change(path, rng)}"
+    if name != "SHA256SUMS" and rng.random() < 2 / 3:
+        repair(checkpoint)
+        said += ", sums repaired"
+    return said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(4))
+def test_mutated_checkpoints_load_rightly_or_are_one_line(place, straight, stopped, part):
+    """A change that the sums show costs the steps since the checkpoint before; of what they do not
+    show, a value of another type or shape is refused.
+    """
+    for seed in range(25 * part, 25 * part + 25):
+        rng = random.Random(seed)
+        out = f"mutated {seed}"
+        folder = copied(place, stopped, out)
+        said = mutate(folder, rng)
+        child = place.begin(out, **{**place.unset, "RUN_ID": None, "RESUME": "run"})
+        code = child.wait()
+        assert code in (0, 1, 2), (seed, said, child.err[-800:])
+        if code:
+            assert re.fullmatch(r"error: .+\n", child.err), (seed, said, child.err[-1500:])
+        elif "repaired" not in said:
+            assert place.artifact(out) == place.artifact(straight), (seed, said)
+        shutil.rmtree(folder.parent)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_mutated_facts_are_one_line(place, stopped, seed, tmp_path):
+    """meta.json of a checkpoint and progress.json, whose sums are right: no setting is lost."""
+    rng = random.Random(seed)
+    folder = Path(shutil.copytree(place.of(stopped), tmp_path / "run"))
+    checkpoint = T.list_checkpoints(folder)[0]
+    before = T.stored_settings({"RESUME": str(folder)})
+    stored = {"progress": [0.2, 0.5, 1.0], "events": [{"event": "x"}], "settings": before}
+    (folder / "progress.json").write_text(json.dumps(stored))
+    name = rng.choice(["RESUME", "REPLAY"])
+    path = checkpoint / "meta.json" if name == "RESUME" else folder / "progress.json"
+    said = change_json(path, rng)
+    repair(checkpoint)
+    try:
+        settings = T.load_settings(T.Settings, {name: str(folder)}, stored=T.stored_settings)
+    except T.UserError as error:
+        assert "\n" not in str(error)
+    else:  # a value of the right type that differs, or one that a resumed run compares
+        facts = json.loads(path.read_text())
+        own = {"run_id": "", "resume": "", "replay": ""}
+        assert {**vars(settings), **own} == {**facts["settings"], **own}, said
