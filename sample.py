@@ -4026,6 +4026,15 @@ def check_modes(settings):
             )
     if "score_path" in read and not settings.score_path:
         raise UserError(f"SCORE_PATH='': must be given for SCORE={kind}")
+    for name in ("prompt", "system"):
+        try:
+            getattr(settings, name).encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{name.upper()}={getattr(settings, name)!r:.80}: must be UTF-8"
+            ) from None
+    if Path(settings.score_file).is_dir() and settings.score_file:
+        raise UserError(f"SCORE_FILE={settings.score_file!r}: must be a file, not a folder")
     if not Path(settings.score_file).absolute().parent.is_dir():
         raise UserError(f"SCORE_FILE={settings.score_file!r}: must be in a folder that exists")
 
@@ -4173,7 +4182,9 @@ def stream_answer(model, talk, settings, count, number):
         decoder = Decoder(model.network, [prompt])
         for step in range(count):
             drawn = uniform[step : step + 1]
-            token, _ = draw(decoder.logits, settings.temperature, drawn, truncate)
+            token, logp = draw(decoder.logits, settings.temperature, drawn, truncate)
+            if not math.isfinite(logp):
+                raise FloatingPointError("the network gives logits that are not finite")
             if int(token) in stop:
                 break
             ids.append(int(token))
@@ -4190,6 +4201,8 @@ def stream_answer(model, talk, settings, count, number):
 
 def chat(settings):
     """Answer the lines of standard input, a user's turn each, until it ends or Ctrl-C comes."""
+    if sys.stdin is None:
+        raise UserError("MODE=chat: reads standard input, which is closed")
     runtime = start_runtime(settings.device)
     model = open_model("ARTIFACT", settings.artifact, runtime, settings)
     system = system_turns(settings)
@@ -4371,6 +4384,7 @@ class Models:
     other: Model  # SCORE_MODEL, or None
     judge: Model  # SCORE_JUDGE, or None
     log: Callable
+    answers: dict = field(default_factory=dict)  # of each file, for SCORE_FILE
 
 
 @dataclass
@@ -4391,6 +4405,21 @@ class Answer:
     finished: bool  # whether the model ended it, and not MAX_NEW_TOKENS
     reward: float = 0.0  # the weighted total
     rewards: dict[str, float] = field(default_factory=dict)  # by function; None: does not apply
+    temperature: float = 0.0  # it was drawn at; 0: the likeliest tokens
+
+    def row(self):
+        """Return what SCORE_FILE has of the answer."""
+        problem = self.question.problem or {}
+        return {
+            "prompt": problem.get("prompt", "\n".join(text for _, text in self.question.turns)),
+            "completion": self.text,
+            "answer": problem.get("answer"),
+            "rewards": self.rewards,
+            "reward": self.reward,
+            "finished": self.finished,
+            "tokens": self.tokens,
+            "temperature": self.temperature,
+        }
 
 
 def check_room(answering, turns, settings):
@@ -4452,6 +4481,7 @@ def answer_questions(model, questions, settings, count):
     for number, one in enumerate(samples):
         text = completion(model.tokenizer, prompts[number // count], one.ids)
         answers.append(Answer(questions[number // count], text, len(one.ids), one.finished))
+        answers[-1].temperature = settings.temperature
     return answers
 
 
@@ -4567,6 +4597,7 @@ def score_task(models, path, settings):
     for k in sorted({n, *(1 << power for power in range(n.bit_length()))}):
         result[f"pass{k}"] = interval([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts])
     result |= reward_scores(rewards, answers)
+    models.answers[path] = [answer.row() for answer in greedy + answers]
     return {**result, "n": len(questions), "samples": n}
 
 
@@ -4640,11 +4671,18 @@ def score_win(models, path, settings):
     for model in both:
         answers = answer_questions(model, questions, settings, 1)
         texts.append([answer.text for answer in answers])
+        models.answers.setdefault(path, []).append(answers)
         if models.judge:
             talks = [[*one.question.turns, ("<|assistant|>", one.text)] for one in answers]
             marks.append(rewards(models.judge, talks))
         else:
             marks.append(count_right(functions, answers, 1, models.log))
+    rows = []
+    for place, answers in enumerate(models.answers[path]):
+        for answer, mark in zip(answers, marks[place], strict=True):
+            source = both[place].source
+            rows.append({**answer.row(), "reward": mark, "model": source})
+    models.answers[path] = rows
     leads = []
     for text, other_text, mark, other_mark in zip(*texts, *marks, strict=True):
         # Equal answers tie, though the last digits of their rewards may differ between batches.
@@ -4678,6 +4716,7 @@ def score_quality(models, path, settings):
     """
     questions = read_questions([models.scored], path, settings, models.log)
     answers = answer_questions(models.scored, questions, settings, settings.num_samples)
+    models.answers[path] = [answer.row() for answer in answers]
     result = {}
     for n in (1, 2, 3):
         groups = sum((word_groups(answer.text, n) for answer in answers), [])
@@ -4698,6 +4737,16 @@ MEASURES = {
     "win": score_win,
     "quality": score_quality,
 }
+
+
+def not_finite(scores):
+    """Return the names of figures, and of intervals, that are NaN or infinite."""
+    names = []
+    for name, value in scores.items():
+        parts = value if isinstance(value, list) else [value]
+        if any(isinstance(part, float) and not math.isfinite(part) for part in parts):
+            names.append(name)
+    return names
 
 
 def rounded(value):
@@ -4730,21 +4779,31 @@ def score(settings):
                 f"SCORE_JUDGE={settings.score_judge!r}: has no value head; must be a reward model"
             )
     scores = {}
+    faults = []
     for path in settings.score_path.split(","):
         scores[path] = MEASURES[settings.score](models, path, settings)
         figures = [f"{key}:{rounded(value)}" for key, value in scores[path].items()]
         print(f"{settings.score} {path}:", *figures, flush=True)
+        for name in not_finite(scores[path]):
+            faults.append(f"{name} of {path}")
+            scores[path][name] = None  # JSON has no NaN
     if settings.score_file:
         result = {
             "script": Path(__file__).name,
             "model": models.scored.source,
             "score": settings.score,
             "scores": scores,
+            "answers": models.answers,
             "rows": reports,
             **describe_machine(runtime),
             "settings": asdict(settings),
         }
         replace_file(settings.score_file, (json.dumps(result, indent=1) + "\n").encode())
+    if faults:
+        raise FloatingPointError(
+            f"SCORE={settings.score}: not finite: {', '.join(faults)}; the weights of "
+            f"{models.scored.source} are no good"
+        )
     return scores
 
 

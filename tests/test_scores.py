@@ -269,7 +269,9 @@ def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     answers = S.answer_questions(model, questions, made, 2)
     for i, (answer, one) in enumerate(zip(answers, samples, strict=True)):
         text = S.completion(BYTES, prompts[i // 2], one.ids)
-        assert answer == S.Answer(questions[i // 2], text, len(one.ids), one.finished)
+        assert answer == S.Answer(
+            questions[i // 2], text, len(one.ids), one.finished, temperature=1.0
+        )
     path = write(tmp_path, "train.jsonl", *train)
     message = f"HELD_OUT=1: no prompt of {path} is held out; must be 0"
     refusal(S.UserError, message, scored, place, "quality", path, held_out=True, max_new_tokens=9)
@@ -628,3 +630,82 @@ def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().out.strip()
     scores = json.loads((tmp_path / "task.json").read_text())["scores"]
     assert len(commands) == 6 and [*scores] == ["data/sort.jsonl"]
+
+
+# ---------------------------------------------------------------------------------- answers, extremes
+def test_a_file_holds_all_answers(place, tmp_path, monkeypatch):
+    """Of a task: the greedy one and the samples of each problem, with their rewards."""
+    rows = [{"prompt": prompt, "answer": "R"} for prompt in ("abc", "de", "fgh")]
+    path = write(tmp_path, "rows.jsonl", *rows)
+    (tmp_path / "mine.py").write_text(
+        "def size(completions, **columns):\n    return [len(text) / 4 for text in completions]\n"
+        "def none(prompts, **columns):\n    return [None] * len(prompts)\n"
+    )
+    file = tmp_path / "scores.json"
+    given = dict(eval_samples=2, max_new_tokens=6, temperature=1.0, score_file=str(file))
+    scored(
+        place, "task", path, reward=f"{tmp_path}/mine.py:size,{tmp_path}/mine.py:none:2", **given
+    )
+    written = json.loads(file.read_text())
+    assert list(written["scores"]) == list(written["answers"]) == [path]
+    answers = written["answers"][path]
+    assert [one["prompt"] for one in answers] == "abc de fgh abc abc de de fgh fgh".split()
+    assert [one["temperature"] for one in answers] == [0] * 3 + [1.0] * 6
+    for one in answers:
+        assert one["rewards"] == {"size": len(one["completion"]) / 4, "none": None}
+        assert one["reward"] == one["rewards"]["size"] and one["answer"] == "R"
+        assert one["finished"] in (True, False) and 1 <= one["tokens"] <= 6
+    scored(
+        place, "win", path, score_model=str(place / "other"), max_new_tokens=4, score_file=str(file)
+    )
+    answers = json.loads(file.read_text())["answers"][path]
+    models = [str(place / name / "model.upar") for name in ("main", "other")]
+    assert [one["model"] for one in answers] == [name for name in models for _ in range(3)]
+
+
+def test_a_score_that_is_not_finite_is_an_error(place, tmp_path, monkeypatch, capsys):
+    """All files are scored before; SCORE_FILE has null."""
+    good = tmp_path / "good.txt"
+    bad = tmp_path / "bad.txt"
+    good.write_text("abc")
+    bad.write_text("axc")
+    file = tmp_path / "scores.json"
+    nats = iter([math.nan, 3.0])
+    monkeypatch.setattr(S, "stream_nats", lambda *_: next(nats))
+    given = settings(place, "text", score_path=f"{bad},{good}", score_file=str(file))
+    with pytest.raises(
+        FloatingPointError, match=r"^SCORE=text: not finite: bpb of .*bad\.txt, nats"
+    ):
+        S.score(given)
+    scores = json.loads(file.read_text())["scores"]
+    assert scores[str(bad)]["bpb"] is None and scores[str(good)]["nats"] == 3
+    assert "bpb:nan" in capsys.readouterr().out
+    assert S.not_finite({"a": [0.1, None, math.inf], "b": [0.1, None, None], "c": 3}) == ["a"]
+
+
+EXTREMES = [
+    ("PROMPT=\udcff", "PROMPT='\\udcff': must be UTF-8"),
+    ("PROMPT=a SYSTEM=\ud800", "SYSTEM='\\ud800': must be UTF-8"),
+    ("PROMPT=a TOP_P=0", "TOP_P=0.0: must be a number from 1e-09 to 1.0"),
+    ("PROMPT=a MAX_NEW_TOKENS=0", "MAX_NEW_TOKENS=0: must be a whole number from 1"),
+    ("PROMPT=a SEED=-1", "SEED=-1: must be "),
+    ("MODE=score SCORE_PATH=a SCORE_FILE=.", "SCORE_FILE='.': must be a file, not a folder"),
+    ("PROMPT=a TEMPERATURE=1e-40", ""),
+    ("PROMPT=a TOP_K=1000000", ""),
+    ("PROMPT=a TEMPERATURE=100 TOP_P=1e-9", ""),
+    ("PROMPT=\x00 MAX_NEW_TOKENS=100", ""),
+    ("PROMPT= NUM_SAMPLES=3", ""),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), EXTREMES)
+def test_extreme_settings_are_a_line_or_right(place, monkeypatch, capsys, command, message):
+    monkeypatch.setattr(S, "ROOM", 8)
+    given = dict(pair.split("=") for pair in command.split(" "))
+    given = {"ARTIFACT": str(place / "main"), "DEVICE": "cpu", **given}
+    monkeypatch.setattr(sys, "argv", ["sample.py"])
+    monkeypatch.setattr(S.os, "environ", given)
+    code = S.exit_code(S.main)
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") if message else error == ""
+    assert code == (2 if message else 0)
