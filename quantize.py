@@ -3459,9 +3459,11 @@ def find_tokenizer(source, tokenizer_path):
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
     if not is_right or tokenizer.bos_id != source.shape["bos_id"]:
+        prefix = f"TOKENIZER_PATH={tokenizer_path!r}: " * bool(tokenizer_path)
         raise UserError(
-            f"TOKENIZER_PATH={tokenizer_path!r}: {tokenizer.file} has {tokenizer.vocab_size} tokens; "
-            f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}"
+            f"{prefix}{tokenizer.file} has {tokenizer.vocab_size} tokens; "
+            f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}; set "
+            "TOKENIZER_PATH"
         )
     return tokenizer
 

@@ -2665,10 +2665,10 @@ class Plan(Saved):
         if self.lr_schedule == "constant":
             self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
-            raise UserError(
-                f"WARMUP_FRAC={self.warmup} and a warmdown of {self.warmdown:g} of the run: must "
-                "be at most 1 in all; the warmdown is WARMDOWN_FRAC, or WARMDOWN_ITERS / ITERATIONS"
-            )
+            warmdown = f"WARMDOWN_FRAC={self.warmdown}"
+            if settings.warmdown_iters:
+                warmdown = f"WARMDOWN_ITERS / ITERATIONS={self.warmdown:g}"
+            raise UserError(f"WARMUP_FRAC={self.warmup} and {warmdown}: must be at most 1 in all")
         self.planned = {}  # name of a phase -> begin and end, in shares of the run
         if self.warmup:
             self.planned["warmup"] = (0.0, self.warmup)
@@ -4524,8 +4524,16 @@ def warm_up(model, optimizers, batches, settings):
         del reserve
         if runtime.sum(out_of_memory):
             rows = batches.micro_rows
-            if settings.micro_batch_tokens or rows == 1:
-                raise UserError(f"out of memory with {rows} windows; set MICRO_BATCH_TOKENS lower")
+            if rows == 1:
+                raise UserError(
+                    f"TRAIN_SEQ_LEN={settings.train_seq_len}: out of memory with a single window; "
+                    "must be less, or the network smaller, or ACTIVATION_CHECKPOINTING=1"
+                )
+            if settings.micro_batch_tokens:
+                raise UserError(
+                    f"MICRO_BATCH_TOKENS={settings.micro_batch_tokens}: out of memory with {rows} "
+                    "windows; must be less, or 0"
+                )
             batches.limit_rows(rows // 2)
             torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
             continue

@@ -3299,10 +3299,10 @@ class Plan(Saved):
         if self.lr_schedule == "constant":
             self.warmdown = 0.0
         if self.warmup + self.warmdown > 1:
-            raise UserError(
-                f"WARMUP_FRAC={self.warmup} and a warmdown of {self.warmdown:g} of the run: must "
-                "be at most 1 in all; the warmdown is WARMDOWN_FRAC, or WARMDOWN_ITERS / ITERATIONS"
-            )
+            warmdown = f"WARMDOWN_FRAC={self.warmdown}"
+            if settings.warmdown_iters:
+                warmdown = f"WARMDOWN_ITERS / ITERATIONS={self.warmdown:g}"
+            raise UserError(f"WARMUP_FRAC={self.warmup} and {warmdown}: must be at most 1 in all")
         self.planned = {}  # name of a phase -> begin and end, in shares of the run
         if self.warmup:
             self.planned["warmup"] = (0.0, self.warmup)

@@ -194,13 +194,13 @@ def test_constant_has_no_warmdown_whatever_its_length_says():
         (dict(reserve_seconds=110.0), "RESERVE_SECONDS"),
         (
             dict(warmdown_iters=400),
-            "a warmdown of 400 of the run: must be at most 1 in all; .* WARMDOWN_ITERS",
+            "WARMDOWN_ITERS / ITERATIONS=400: must be at most 1 in all$",
         ),
         (
             dict(iterations=100, warmdown_iters=400),
-            "WARMUP_FRAC=0.01 and a warmdown of 4 of the run",
+            "WARMUP_FRAC=0.01 and WARMDOWN_ITERS / ITERATIONS=4: ",
         ),
-        (dict(warmup_frac=0.6), "WARMUP_FRAC=0.6 and a warmdown of 0.5"),
+        (dict(warmup_frac=0.6), "WARMUP_FRAC=0.6 and WARMDOWN_FRAC=0.5: must"),
     ],
 )
 def test_impossible_plans_are_errors(changes, said):
