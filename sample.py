@@ -87,6 +87,7 @@ class Settings:
     # of a prompt; chat: a user's turn, as post-training has it
     layout: Literal["text", "chat"] = "text"
     system: str = ""  # what stands before the prompt; in a chat the first turn
+    tools: str = ""  # JSON file, a list of tools that the model may call; before SYSTEM
     num_samples: int = bounded(1, 1)  # how many continuations
     max_new_tokens: int = bounded(100, 1)  # length of each, at most
     temperature: float = bounded(
@@ -1250,7 +1251,8 @@ def text_of(row, *names):
     if name is None:
         raise RowError(f"missing field {' or '.join(map(repr, names))}")
     value = row[name]
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and abs(value) < math.inf:
         value = json.dumps(value)
     if not isinstance(value, str):
         raise RowError(f"field {name!r} is no text")
@@ -1312,7 +1314,7 @@ def joined_parts(parts):
             part = {"type": "text", "text": part}
         if not isinstance(part, dict):
             raise RowError("a part of a content is no text")
-        kind = part.get("type", "text")
+        kind = str(part.get("type", "text"))
         if kind not in texts:
             raise RowError(f"part of type {kind!r:.30}, which is not written")
         texts[kind] += text_of(part, kind)
@@ -1741,18 +1743,18 @@ def history_turns(row, notes):
 
 def paired_turns(row, notes):
     """Return the format, the turns and the fields of a row of a question and an answer. Raises RowError."""
-    name = "Alpaca" if row.get("instruction") is not None else "prompt/completion"
-    question = next((name for name in QUESTIONS if row.get(name) is not None), "input")
-    texts = [one for one in ("input", "context") if row.get(one) and question != one]
-    prompt = field_turns(row, "<|user|>", notes, question)
-    if texts and isinstance(row[question], str):
-        texts = [text_of(row, one) for one in (question, *texts) if row[one]]
-        prompt = [("<|user|>", "\n\n".join(texts))]
+    name = "Alpaca" if "instruction" in row else "prompt/completion"
+    question = next((one for one in QUESTIONS if one in row), "input")
     answers = ("output", "response", "completion", "answer") if name == "Alpaca" else ANSWERS
+    used = [question, "history", *[one for one in answers if one in row][:1]]
+    prompt = field_turns(row, "<|user|>", notes, question)
+    if not isinstance(row.get(question), list):
+        more = [one for one in ("input", "context") if row.get(one) and one != question]
+        texts = [text_of(row, one) for one in (question, *more)]
+        prompt = [("<|user|>", "\n\n".join(filter(None, texts)))]
+        used += more
     answer = field_turns(row, "<|assistant|>", notes, *answers)
-    turns = [*history_turns(row, notes), *prompt, *answer]
-    used = next(one for one in answers if row.get(one) is not None)
-    return name, turns, (question, used, "input", "context", "history")
+    return name, [*history_turns(row, notes), *prompt, *answer], used
 
 
 def row_turns(row, notes):
@@ -3999,8 +4001,8 @@ def weigh(rewards, answers):
 SAMPLING = "max_new_tokens temperature top_k top_p"
 ASKING = f"score_path held_out eval_prompts {SAMPLING}"
 READ_SETTINGS = {
-    "generate": f"prompt layout system num_samples {SAMPLING}",
-    "chat": f"system {SAMPLING}",
+    "generate": f"prompt layout system tools num_samples {SAMPLING}",
+    "chat": f"system tools {SAMPLING}",
     "text": "score_path eval_stride",
     "task": f"reward eval_samples {ASKING}",
     "preference": "score_path score_model",
@@ -4135,8 +4137,17 @@ def sampled(model, prompts, count, seeds, settings):
 
 
 def system_turns(settings):
-    """Return the turns that stand before all others: that of SYSTEM, if it is given."""
-    return [("<|system|>", settings.system)] if settings.system else []
+    """Return the turns that stand before all others, those of rows: TOOLS and SYSTEM, if given."""
+    turns = [("<|system|>", settings.system)] if settings.system else []
+    if not settings.tools:
+        return turns
+    try:
+        tools = parse_line(read_file(settings.tools))
+        return [tools_turn(parsed_list({"tools": tools}, "tools")), *turns]
+    except RowError as error:
+        raise UserError(
+            f"TOOLS={settings.tools!r}: must be a JSON file with a list of tools; {error}"
+        ) from None
 
 
 # ---------------------------------------------------------------------------------------- generate
@@ -4170,7 +4181,7 @@ def stream_answer(model, talk, settings, count, number):
 
     Ctrl-C ends it. It is the sample that `generate` would draw with the seed (SEED, number).
     """
-    prompt = asked_ids(model.tokenizer, talk)
+    prompt = prompt_ids(model.tokenizer, talk, "chat")
     stop = stop_ids(model.tokenizer)
     uniform = np.random.default_rng([settings.seed, number, 0]).random(count)
     uniform = torch.from_numpy(uniform).to(model.network.embed.device)
@@ -4199,8 +4210,15 @@ def stream_answer(model, talk, settings, count, number):
     return text
 
 
+def said_turn(line):
+    """Return the turn of a line of a chat: a user's, or of `/tool TEXT` the result of a tool's call."""
+    if line.startswith("/tool "):
+        return message_turn({"role": "tool", "content": line.removeprefix("/tool ")}, set())
+    return "<|user|>", line
+
+
 def chat(settings):
-    """Answer the lines of standard input, a user's turn each, until it ends or Ctrl-C comes."""
+    """Answer the lines of standard input, a turn each, until it ends or Ctrl-C comes."""
     if sys.stdin is None:
         raise UserError("MODE=chat: reads standard input, which is closed")
     runtime = start_runtime(settings.device)
@@ -4220,7 +4238,7 @@ def chat(settings):
             note("[what was said is forgotten]")
         if line.strip() in ("", "/reset"):
             continue
-        talk = [*turns, ("<|user|>", line)]
+        talk = [*turns, said_turn(line)]
         # Without room for an answer, the oldest question and its answer give way.
         while talk != system and room_left(model, talk, "chat") < count:
             del talk[len(system) : len(system) + 2]

@@ -1266,7 +1266,8 @@ def text_of(row, *names):
     if name is None:
         raise RowError(f"missing field {' or '.join(map(repr, names))}")
     value = row[name]
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and abs(value) < math.inf:
         value = json.dumps(value)
     if not isinstance(value, str):
         raise RowError(f"field {name!r} is no text")
@@ -1328,7 +1329,7 @@ def joined_parts(parts):
             part = {"type": "text", "text": part}
         if not isinstance(part, dict):
             raise RowError("a part of a content is no text")
-        kind = part.get("type", "text")
+        kind = str(part.get("type", "text"))
         if kind not in texts:
             raise RowError(f"part of type {kind!r:.30}, which is not written")
         texts[kind] += text_of(part, kind)
@@ -5558,6 +5559,7 @@ def pair_summary(metrics):
 
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
 IMPORTED_RATES = (1e-5, 2e-4)
+NOTE_SECONDS = 5.0  # between lines of a long score
 
 
 class DPOTrainer(Finetuner, Saved):
@@ -5582,12 +5584,21 @@ class DPOTrainer(Finetuner, Saved):
         keep_pace(self, len(share), len(pairs), count)
 
     @torch.no_grad()
-    def score(self, pairs):
-        """Return pair_scores (n, 2) of all pairs, which the ranks share, on the CPU."""
+    def score(self, pairs, log=None):
+        """Return pair_scores (n, 2) of all pairs, which the ranks share, on the CPU.
+
+        log: says every few seconds how far it is.
+        """
         scores = torch.zeros(len(pairs), 2, dtype=torch.float64, device=self.runtime.device)
+        done = 0
+        last = time.monotonic()
         with self.weights():
             for batch in self.batches(pairs):
                 scores[batch.numbers] = pair_scores(self.network, batch, self.is_reward)
+                done += len(batch.numbers) * self.runtime.world_size
+                if log and time.monotonic() - last > NOTE_SECONDS:
+                    log(f"scored: {min(done, len(pairs))} of {len(pairs)} pairs")
+                    last = time.monotonic()
         return self.runtime.sum(scores).cpu()
 
     def forward_backward(self, pairs, reference):
@@ -5609,31 +5620,51 @@ class DPOTrainer(Finetuner, Saved):
 
 
 # -------------------------------------------------------------------------------------------- main
-def reference_scores(trainer, parts, data_sha256, run):
+def stored_scores(path, key, count):
+    """Return the scores (count, 2) that reference_scores stored in a file for `key`, or None.
+
+    The file begins with the SHA-256 of the key and the scores, because anybody may have copied,
+    renamed or cut it.
+    """
+    content = path.read_bytes() if path.is_file() else b""
+    digest, content = content[:32], content[32:]
+    if len(content) != 16 * count or hashlib.sha256(key + content).digest() != digest:
+        return None
+    return np.frombuffer(content).reshape(-1, 2).copy()
+
+
+def reference_scores(trainer, parts, run):
     """Return the reference's scores (n, 2) of lists of pairs, of one list after the other.
 
-    They are read from a file in the folder `cache` beside the run if one has the same weights, data
-    and code, or else made and stored there. A reward model has no reference: zeros.
+    They are read from a file in the folder `cache` beside the run if one has the same weights,
+    tokenizer, pairs and code, or else made and stored there. A reward model has no reference: zeros.
     """
+    count = sum(map(len, parts))
     if trainer.is_reward:
-        return torch.zeros(sum(map(len, parts)), 2, dtype=torch.float64)
-    text = f"{data_sha256} {trainer.network.config} {sha256_file(__file__)}"
+        return torch.zeros(count, 2, dtype=torch.float64)
+    facts = [run.identity["data_sha256"], run.identity["tokenizer_sha256"], trainer.runtime.device]
+    text = f"{facts} {trainer.network.config} {sha256_file(__file__)}"
     digest = hashlib.sha256(text.encode())
-    for tensor in trainer.parts["network"].state_dict().values():
+    for name, tensor in trainer.parts["network"].state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(widened(tensor).cpu().numpy().tobytes())  # NumPy has no bfloat16
-    path = run.folder.parent / "cache" / f"reference_{digest.hexdigest()[:32]}.float64"
+    path = run.folder.parent / "cache" / f"reference_{digest.hexdigest()[:32]}.scores"
     scores = None
-    if run.runtime.rank == 0 and path.is_file():
-        scores = np.fromfile(path).reshape(-1, 2)
+    if run.runtime.rank == 0:
+        scores = stored_scores(path, digest.digest(), count)
+        if scores is None and path.is_file():
+            run.log(f"reference: {path} has not the scores of these weights and pairs; made anew")
     scores = run.runtime.agree(scores)
     if scores is not None:
         run.log(f"reference: log-probabilities read from {path}")
         return torch.from_numpy(scores)
+    run.log(f"reference: makes log-probabilities of {count} pairs")
     # Each list has its own batches, so that scores of the held-out pairs are equal to the bit.
-    scores = torch.cat([trainer.score(part) for part in parts])
+    scores = torch.cat([trainer.score(part, run.log) for part in parts])
     if run.runtime.rank == 0:
         path.parent.mkdir(exist_ok=True)
-        replace_file(path, scores.numpy().tobytes())
+        content = scores.numpy().tobytes()
+        replace_file(path, hashlib.sha256(digest.digest() + content).digest() + content)
     run.log(f"reference: log-probabilities made and stored in {path}")
     return scores
 
@@ -5689,8 +5720,8 @@ def main():
     if checkpoint:
         run.load(checkpoint)
     else:
-        reference = reference_scores(trainer, parts, data.sha256, run)
-        trainer.start = [reference, trainer.score(data.held_out)]
+        reference = reference_scores(trainer, parts, run)
+        trainer.start = [reference, trainer.score(data.held_out, log)]
     reference, held_out_start = [scores.cpu() for scores in trainer.start]
     sizes = [len(part) for part in parts]
     reference, choice_reference, held_out_reference = reference.split(sizes)

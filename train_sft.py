@@ -1251,7 +1251,8 @@ def text_of(row, *names):
     if name is None:
         raise RowError(f"missing field {' or '.join(map(repr, names))}")
     value = row[name]
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and abs(value) < math.inf:
         value = json.dumps(value)
     if not isinstance(value, str):
         raise RowError(f"field {name!r} is no text")
@@ -1313,7 +1314,7 @@ def joined_parts(parts):
             part = {"type": "text", "text": part}
         if not isinstance(part, dict):
             raise RowError("a part of a content is no text")
-        kind = part.get("type", "text")
+        kind = str(part.get("type", "text"))
         if kind not in texts:
             raise RowError(f"part of type {kind!r:.30}, which is not written")
         texts[kind] += text_of(part, kind)
@@ -1742,18 +1743,18 @@ def history_turns(row, notes):
 
 def paired_turns(row, notes):
     """Return the format, the turns and the fields of a row of a question and an answer. Raises RowError."""
-    name = "Alpaca" if row.get("instruction") is not None else "prompt/completion"
-    question = next((name for name in QUESTIONS if row.get(name) is not None), "input")
-    texts = [one for one in ("input", "context") if row.get(one) and question != one]
-    prompt = field_turns(row, "<|user|>", notes, question)
-    if texts and isinstance(row[question], str):
-        texts = [text_of(row, one) for one in (question, *texts) if row[one]]
-        prompt = [("<|user|>", "\n\n".join(texts))]
+    name = "Alpaca" if "instruction" in row else "prompt/completion"
+    question = next((one for one in QUESTIONS if one in row), "input")
     answers = ("output", "response", "completion", "answer") if name == "Alpaca" else ANSWERS
+    used = [question, "history", *[one for one in answers if one in row][:1]]
+    prompt = field_turns(row, "<|user|>", notes, question)
+    if not isinstance(row.get(question), list):
+        more = [one for one in ("input", "context") if row.get(one) and one != question]
+        texts = [text_of(row, one) for one in (question, *more)]
+        prompt = [("<|user|>", "\n\n".join(filter(None, texts)))]
+        used += more
     answer = field_turns(row, "<|assistant|>", notes, *answers)
-    turns = [*history_turns(row, notes), *prompt, *answer]
-    used = next(one for one in answers if row.get(one) is not None)
-    return name, turns, (question, used, "input", "context", "history")
+    return name, [*history_turns(row, notes), *prompt, *answer], used
 
 
 def row_turns(row, notes):

@@ -22,6 +22,7 @@ import train_dpo as D
 from conftest import (
     BYTES,
     POST,
+    ROOT,
     Place,
     blocks,
     check_result,
@@ -389,14 +390,17 @@ def test_wrong_settings_are_refused(changes, said):
 def reference_of(network, pairs, folder, data="data", **changes):
     """The reference's scores, and what the log says of them."""
     s, said = settings(**changes), []
-    run = SimpleNamespace(settings=s, runtime=ALONE, folder=folder / "run", log=said.append)
-    return D.reference_scores(D.DPOTrainer(network, s, ALONE), [pairs], data, run), said[0]
+    identity = {"data_sha256": data, "tokenizer_sha256": BYTES.sha256}
+    run = SimpleNamespace(
+        settings=s, runtime=ALONE, folder=folder / "run", log=said.append, identity=identity
+    )
+    return D.reference_scores(D.DPOTrainer(network, s, ALONE), [pairs], run), "; ".join(said)
 
 
 def test_the_cache_is_read_for_the_same_weights_and_data_alone(tmp_path):
     pairs = pairs_of(4, 9)
     made, said = reference_of(network_of(), pairs, tmp_path)
-    assert "made" in said and len([*tmp_path.rglob("*.float64")]) == 1
+    assert "made" in said and len([*tmp_path.rglob("*.scores")]) == 1
     assert made.tolist() == D.DPOTrainer(network_of(), settings(), ALONE).score(pairs).tolist()
     read, said = reference_of(network_of(), pairs, tmp_path)
     assert " read from " in said and torch.equal(read, made)
@@ -408,8 +412,50 @@ def test_the_cache_is_read_for_the_same_weights_and_data_alone(tmp_path):
     assert "made" in reference_of(network_of(), pairs, tmp_path, "other data")[1]
     assert (
         " read from " in reference_of(other, pairs, tmp_path)[1]
-        and len([*tmp_path.rglob("*.float64")]) == 3
+        and len([*tmp_path.rglob("*.scores")]) == 3
     )
+
+
+def changed_file(content, kind):
+    """Return the content of a file that somebody changed."""
+    if kind == "flipped":
+        return content[:-3] + bytes([content[-3] ^ 64]) + content[-2:]
+    return {"cut": content[:-16], "longer": content + content[32:48], "empty": b""}[kind]
+
+
+def test_a_cache_of_something_else_is_made_anew_with_a_word(tmp_path, monkeypatch):
+    """Cut, longer, changed, of other weights under this name. Making it is not silent."""
+    monkeypatch.setattr(D, "NOTE_SECONDS", 0.0)
+    pairs = pairs_of(4, 9)
+    made, said = reference_of(network_of(), pairs, tmp_path)
+    assert "scored: 9 of 9 pairs" in said and "makes log-probabilities of 9 pairs" in said
+    [path] = tmp_path.rglob("*.scores")
+    content = path.read_bytes()
+    other = network_of()
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1e-3
+    reference_of(other, pairs, tmp_path)
+    [foreign] = {*tmp_path.rglob("*.scores")} - {path}
+    contents = [changed_file(content, kind) for kind in ("flipped", "cut", "longer", "empty")]
+    for wrong in (*contents, foreign.read_bytes()):
+        path.write_bytes(wrong)
+        found, said = reference_of(network_of(), pairs, tmp_path)
+        assert "has not the scores of these weights and pairs; made anew" in said
+        assert torch.equal(found, made) and path.read_bytes() == content
+
+
+def test_the_snippet_of_the_guide_gives_the_rewards(place, reward, monkeypatch, capsys, float32):
+    """Also where BOS stands in the text, as in the turns of some imported models."""
+    text = (ROOT / "docs" / "dpo.md").read_text(encoding="utf-8")
+    [snippet] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(snippet.replace("runs/rewarded", str(place.of(reward))), {})
+    found = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    network, tokenizer, _ = P.load_model("ARTIFACT", str(place.of(reward)))
+    model = SimpleNamespace(network=network, tokenizer=tokenizer, context=64)
+    turns = [("<|user|>", "52713")]
+    talks = [[*turns, ("<|assistant|>", answer)] for answer in ("12357", "12375")]
+    assert found == pytest.approx(P.rewards(model, talks), abs=1e-5) and found[0] != found[1]
+    assert "doc=torch.zeros_like(ids)" in snippet
 
 
 def test_a_changed_row_changes_the_hash_of_the_data(tmp_path):
