@@ -4,6 +4,8 @@ import functools
 import io
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from test_data import HARD_TEXTS, fake_encoding, train_model
 from test_weights import network, pack, save
 
 import sample as S
+import train_dpo as D
 import train_sft as F
 from conftest import ROOT, environment, refusal
 
@@ -63,6 +66,220 @@ def test_rows_become_turns():
 
 
 U, A = said("u", "user"), said("a")
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+}
+CALLS = {
+    "tools": TOOLS,
+    "messages": [
+        said("u", "user"),
+        {**said(None), "tool_calls": [CALL], "refusal": None},
+        {**said("sunny", "tool"), "tool_call_id": "c"},
+        said("b"),
+    ],
+}
+TOOLS_TEXT = f"<tools>\n{json.dumps(TOOLS[0])}\n</tools>"
+CALL_TEXT = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+ONE = [("user", "u"), ("assistant", "a")]
+RICH = [  # a row; texts of its turns by roles in our layout; what the log says of it
+    (
+        CALLS,
+        ["s" + TOOLS_TEXT, "uu", "a" + CALL_TEXT, "usunny", "ab"],
+        "not used: message.tool_call_id",
+    ),
+    (
+        {
+            "functions": [TOOLS[0]["function"]],
+            "messages": [U, {**A, "function_call": CALL["function"]}],
+        },
+        ["s" + TOOLS_TEXT, "uu", "aa\n" + CALL_TEXT],
+        "",
+    ),
+    (
+        {"tools": json.dumps(TOOLS), "prompt": "u", "completion": "a"},
+        ["s" + TOOLS_TEXT, "uu", "aa"],
+        "",
+    ),
+    ({"messages": [U, {**A, "reasoning_content": "t"}]}, ["uu", "a<think>\nt\n</think>\n\na"], ""),
+    ({"messages": [U, {**A, "thinking": "t"}]}, ["uu", "a<think>\nt\n</think>\n\na"], ""),
+    ({"system": "s", "conversations": [U, A]}, ["ss", "uu", "aa"], ""),
+    ({"system": "s", "messages": [said("s", "system"), U, A]}, ["ss", "uu", "aa"], ""),
+    ({"system": "s", "instruction": "u", "output": "a"}, ["ss", "uu", "aa"], ""),
+    ({"instruction": "u", "output": "a", "history": [["x", "y"]]}, ["ux", "ay", "uu", "aa"], ""),
+    ({"instruction": "u", "context": "c", "response": "a"}, ["uu\n\nc", "aa"], ""),
+    ({"messages": None, "text": None, "prompt": "u", "completion": "a"}, ["uu", "aa"], ""),
+    ({"prompt": [U], "completion": [A]}, ["uu", "aa"], ""),
+    ({"prompt": [U], "completion": "a", "input": "x"}, ["uu", "aa"], "columns not read: input"),
+    ({"question": 1, "answer": 2.5}, ["u1", "a2.5"], ""),
+    (
+        {
+            "messages": [
+                said([{"type": "text", "text": "u"}, {"type": "text", "text": "v"}], "user"),
+                A,
+            ]
+        },
+        ["uuv", "aa"],
+        "",
+    ),
+    ({"messages": json.dumps([U, A]), "id": 3}, ["uu", "aa"], "columns not read: id"),
+    ({"prompt": "u", "completion": "a", "rating": 4}, ["uu", "aa"], "not used: rating"),
+    ({"messages": [U, A], "weight": 0.5}, ["uu", "aa"], "not used: weight"),
+    ({"prompt": "u", "completion": "a", "label": True, "weight": 1}, ["uu", "aa"], ""),
+    ({"messages": [U, A, U]}, ["uu", "aa", "uu"], "not learned: turns after the last answer"),
+    ({"messages": [A]}, ["aa"], "not learned: no turn before the first answer"),
+    ({"messages": [said("s", "developer"), said("u", "Human"), A]}, ["ss", "uu", "aa"], ""),
+    (
+        {"instruction": "u", "input": "", "output": "a", "text": "uua"},
+        ["uu", "aa"],
+        "columns not read: text",
+    ),
+]
+LOST = [  # rows that lose a part if they are read
+    ({"images": ["a.png"], "messages": [U, A]}, "field 'images': the model reads text only"),
+    (
+        {"messages": [said([{"type": "image_url", "image_url": {}}], "user"), A]},
+        "part of type 'image_url', which is not written",
+    ),
+    ({"messages": [U, {**said(None), "refusal": "no"}]}, "missing field 'content' or 'value'"),
+    ({"messages": [U, {**A, "weight": 0}]}, "no answer is to be learned"),
+    (
+        {"prompt": "u", "completion": "a", "label": False},
+        "label false: an answer that is not to be learned",
+    ),
+    ({"prompt": "u", "completion": "a", "train": False}, "weight 0, or train or loss false"),
+    ({"messages": [U, {**A, "tool_calls": [{"function": {}}]}]}, "a tool call without a name"),
+    ({"prompt": "u", "completion": float("nan")}, "field 'completion' is no text"),
+]
+
+
+@pytest.mark.parametrize(("row", "turns", "note"), RICH)
+def test_what_a_row_has_is_written_or_named(row, turns, note):
+    """Nothing is dropped in silence; fields that are null are none."""
+    letters = {SYSTEM: "s", USER: "u", ASSISTANT: "a"}
+    log = []
+    [found] = S.parse_rows("x", [{"weight": None, **row}], parse_fitted, log.append)
+    assert [letters[role] + text for role, text, *_ in found] == turns
+    said_more = log[0].partition("; left out none")[2]
+    assert said_more == (note and f"; {note}{'' if note.startswith('columns') else ' 1'}")
+
+
+def parse_fitted(row, notes):
+    """Return the format and turns of a row, as train_sft.py reads them."""
+    name, turns = S.row_turns(row, notes)
+    return name, S.fitted_turns(BYTES, turns, notes)
+
+
+@pytest.mark.parametrize(("row", "fault"), LOST)
+def test_a_row_whose_answer_would_lose_a_part_is_left_out(row, fault):
+    with pytest.raises(S.RowError, match="^" + re.escape(fault)):
+        S.row_turns(row, set())
+
+
+@pytest.mark.parametrize(
+    "flag", [{"weight": 0}, {"train": False}, {"loss": False}, {"weight": 0.0}]
+)
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_message_of_weight_0_is_context(flag, train_on):
+    row = {
+        "messages": [U, {**said("BAD"), **flag}, said("v", "user"), {**said("good"), "weight": 1}]
+    }
+    s = F.Settings(train_on=train_on)
+    name, item = F.parse_row(row, set(), BYTES, s)
+    learned = bytes(token - 4 for token in item.targets.tolist() if 4 <= token < 260)
+    assert learned == (b"good" if train_on == "assistant" else b"uvgood")
+    assert bytes(token - 4 for token in item.ids.tolist() if 4 <= token < 260) == b"uBADvgood"
+
+
+def leaves(value):
+    """Yield the innermost fields' names and texts of a row."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, item in pairs:
+        if isinstance(item, dict | list):
+            yield from (
+                (inner if isinstance(inner, str) else name, text) for inner, text in leaves(item)
+            )
+        else:
+            yield name, item
+
+
+ODD = [
+    None,
+    "",
+    [],
+    {},
+    0,
+    -1,
+    1.5,
+    True,
+    False,
+    "\ud800",
+    [None],
+    [[]],
+    {"a": 1},
+    "[]",
+    "{",
+    10**30,
+]
+ODD += [[["a"]], [{"type": []}], {"function": 3}, [{"function": {"name": "f", "arguments": [1]}}]]
+NAMES = "tools system history images weight train label input loss tool_calls thinking content role name"
+
+
+def mutated(rng, value):
+    """Return a row, one field of which was changed, taken out or put in somewhere."""
+    if not isinstance(value, dict | list) or not value:
+        return rng.choice(ODD)
+    name = rng.choice([*value] if isinstance(value, dict) else range(len(value)))
+    kind = rng.random()
+    if kind < 0.15:
+        value.pop(name)
+    elif kind < 0.3 and isinstance(value, dict):
+        value[rng.choice(NAMES.split())] = rng.choice(ODD)
+    elif kind < 0.45:
+        value[name] = rng.choice(ODD)
+    else:
+        value[name] = mutated(rng, value[name])
+    return value
+
+
+def test_mutated_rows_are_read_whole_or_left_out():
+    """Each text of a row that is used stands in its ids, or the log names its field."""
+    pairs = [dict(BOTH, prompt="u0"), dict(prompt="p0", chosen="c", rejected="r", system="s0")]
+    for seed in range(100):
+        rng = random.Random(seed)
+        row = rng.choice([row for row, *_ in RICH] + pairs)
+        row = json.loads(json.dumps(row))
+        for _ in range(rng.randint(1, 2)):
+            row = mutated(rng, row)
+        parse, settings = F.parse_row, F.Settings(train_seq_len=1024, train_batch_tokens=1024)
+        if not isinstance(row, dict):
+            continue
+        if "chosen" in row:
+            parse, settings = D.parse_pair, D.Settings(train_seq_len=1024, init_from="x")
+        log = []
+        parse = functools.partial(parse, tokenizer=BYTES, settings=settings)
+        line = json.dumps(row).encode()
+        module = D if "chosen" in row else F
+        try:
+            [item] = module.parse_rows("x", [line], parse, log.append)
+        except module.UserError as error:
+            assert "left out" in str(error) and "row 1" in str(error), line
+            continue
+        ids = torch.cat(
+            [value.flatten() for value in vars(item).values() if torch.is_tensor(value)]
+        )
+        text = bytes(token - 4 for token in ids.tolist() if 4 <= token < 260).decode()
+        unread = log[0].partition("columns not read: ")[2].split(", ")
+        row = {name: value for name, value in row.items() if name not in unread}
+        for name, value in leaves(row):
+            skipped = "role from type id tools messages arguments".split()
+            if name in skipped or not isinstance(value, str) or value in text:
+                continue
+            assert str(name) in log[0], (line, name, log[0])
+
+
 BOTH = {name: [U, said(name[0])] for name in ("chosen", "rejected")}
 LONG = [(USER, "u"), (ASSISTANT, "a"), (USER, "u")]
 PREFERENCES = [
@@ -377,10 +594,31 @@ def talk(monkeypatch, capsys, tmp_path):
             Scripted.answers, Scripted.prompts = answers, []
             monkeypatch.setattr(S, "Decoder", Scripted)
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
-        S.chat(S.Settings(mode="chat", artifact=str(artifact), device="cpu", **changes))
+        given = {"artifact": str(artifact), "device": "cpu", **changes}
+        S.chat(S.Settings(mode="chat", **given))
         return *capsys.readouterr(), Scripted.prompts
 
     return run
+
+
+def test_a_chat_with_tools_has_the_turns_of_a_row(talk, tmp_path):
+    """The model calls a tool in text, and /tool is its result: ids are those that train_sft.py learns."""
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps(TOOLS))
+    row = json.loads(json.dumps(CALLS))
+    row["messages"].insert(0, said("s", "system"))
+    ids, _ = F.turn_ids(BYTES, S.row_turns(row, set())[1])
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    artifact, _ = pack(tmp_path / "long", network(0, train_seq_len=1024))
+    given = dict(tools=str(path), system="s", max_new_tokens=200, artifact=str(artifact))
+    answers = [BYTES.encode(text) for text in (call, "b")]
+    _, _, prompts = talk(["u", "/tool sunny"], answers, **given)
+    assert len(prompts) == 2 and prompts[1] == ids[: len(prompts[1])]
+    assert ids[len(prompts[1]) :] == [*BYTES.encode("b"), BYTES.roles[END]]
+    for text, fault in (("{", "no JSON"), ("3", "field 'tools' is no list of tools")):
+        path.write_text(text)
+        message = refusal(S.UserError, "", talk, ["u"], ["a"], tools=str(path))
+        assert message.startswith(f"TOOLS={str(path)!r}: must be") and fault in message
 
 
 def test_a_chat_keeps_its_history_until_it_is_reset(talk):
