@@ -240,10 +240,10 @@ class BytePairEncoder:
         )
         self.split = regex.compile(facts["split"])
         self.form = "NFC" if facts.get("nfc") else ""
-        self.added = added
         # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-        late = facts.get("normalized", [])
-        self.marks = added_pattern(added.keys() - late)
+        late = {self.normalize(text): added[text] for text in facts.get("normalized", [])}
+        self.added = added | late
+        self.marks = added_pattern(added.keys() - facts.get("normalized", []))
         self.late_marks = added_pattern(late)
 
     def normalize(self, text):

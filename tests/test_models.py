@@ -8,6 +8,7 @@ import re
 import sys
 import unicodedata
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -1094,3 +1095,96 @@ def test_packed_rows_without_bos_are_as_transformers_has_them_alone(imported, na
     for place, row in enumerate(rows):
         alone = model(row.ids[None]).logits[0]
         assert (logits[batch.doc == place] - alone).abs().max() < 1e-4
+
+
+# ------------------------------------------------------------------------------------ damaged folders
+ODD_VALUES = (None, True, -1, 0, 3, 2.5, 1e300, 10**18, float("nan"), "", "x", "\ud800", "a" * 999)
+ODD_VALUES += ([], {}, [[]], [None], {"a": 1}, [1] * 99)
+
+
+def places_of(value, place=()):
+    """Yield the places of all values in a JSON value; of a long list or object those of the first few."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, part in list(inner)[:40]:
+        yield (*place, key)
+        if isinstance(part, dict | list):
+            yield from places_of(part, (*place, key))
+
+
+def damage(content, random):
+    """Return JSON, as bytes, in which a value is another one, is missing, or is cut off or a wrong byte."""
+    kind = random.random()
+    if kind < 0.1:
+        return content[: random.randrange(len(content))]
+    if kind < 0.2:
+        at = random.randrange(len(content))
+        return content[:at] + bytes([random.randrange(256)]) + content[at + 1 :]
+    value = json.loads(content)
+    place = random.choice(list(places_of(value)))
+    holder = value
+    for key in place[:-1]:
+        holder = holder[key]
+    if kind < 0.3:
+        del holder[place[-1]]
+    else:
+        holder[place[-1]] = random.choice(ODD_VALUES)
+    return json.dumps(value).encode()
+
+
+def damage_header(content, random):
+    """Return a safetensors file with a damaged header."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = damage(content[8:end], random)
+    size = random.choice([len(header), len(header), len(header), 1 << 40])
+    return size.to_bytes(8, "little") + header + content[end:]
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 40), pytest.param(40, 360, marks=pytest.mark.full)]
+)
+def test_damaged_folders(transformers, imported, tmp_path, monkeypatch, capsys, first, count):
+    """A folder with one odd value is refused in one line, or makes a model that works."""
+    folder = tmp_path / "good"
+    make(transformers, "llama3", vocab_size=640, num_hidden_layers=1).save_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer("qwen2", 300),
+        eos_token="<|im_end|>",
+        chat_template=CHATML,
+    )
+    tokenizer.save_pretrained(folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    config["chat_template"] = [{"name": "default", "template": template}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    placed = {"weight_map": {key: "a.safetensors" for key in tensors_of_file(folder)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(placed))
+    files = sorted(path for path in folder.iterdir())
+    refused = 0
+    for number in range(first, first + count):
+        random = Random(number)
+        path = random.choice(files)
+        content = path.read_bytes()
+        change = damage_header if path.suffix == ".safetensors" else damage
+        path.write_bytes(change(content, random))
+        out = tmp_path / f"run{number}"
+        monkeypatch.setattr(sys, "argv", ["quantize.py", "import", str(folder), str(out)])
+        capsys.readouterr()
+        code = Q.exit_code(Q.main)
+        error = capsys.readouterr().err
+        path.write_bytes(content)
+        assert code in (0, 2) and error.count("\n") == (code == 2), (number, path, error)
+        if code == 0:
+            network, found, _ = S.load_model("INIT_FROM", str(out))
+            assert network(torch.tensor([found.encode("the 12 words")])).isfinite().all()
+        else:
+            refused += 1
+            assert not out.exists()
+    assert 0.3 * count < refused < count
+
+
+def tensors_of_file(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "a.safetensors")
