@@ -119,6 +119,7 @@ def test_half_a_surrogate_pair_is_an_error(tmp_path):
             sentence_iterator=iter(["the cat", "a hat"] * 9),
             model_writer=file,
             vocab_size=20,
+            hard_vocab_limit=False,
             minloglevel=2,
         )
     tokenizers.append(S.load_tokenizer(tmp_path / "tokenizer.model"))
