@@ -475,7 +475,7 @@ MISTAKES = [
     ("pack {artifact} {new}", {"MATRIX_BITS": 4}, QUANTIZED),
     ("pack {artifact} {new}", {"CONFIG": "{config}"}, QUANTIZED),
     ("pack {run} {new}", {"TOKENIZER_PATH": "nowhere.model"}, "tokenizer nowhere.model: [Errno 2]"),
-    ("pack {foreign} {new}", {}, f"TOKENIZER_PATH='': {OTHER}"),
+    ("pack {foreign} {new}", {}, f"error: {OTHER}"),
     ("pack {foreign} {new}", {"TOKENIZER_PATH": "bytes"}, f"TOKENIZER_PATH='bytes': {OTHER}"),
     ("pack {broken} {new}", {}, "tensor embed: must be finite as it is stored"),
 ]
