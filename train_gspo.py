@@ -2822,8 +2822,10 @@ class Average(Saved):
 # the size. One scale per tensor took 7 to 10% fewer bytes at equal loss than one per row, because
 # the coder knows the sizes of rows and columns (docs/lab.md, 2026-11-21).
 #
-# The largest code stands for this many root mean squares (Parameter Golf's SDClip). With the
-# default of 6 bits, 8 sigma give a step of 0.26 sigma, about 4 bits per weight.
+# 2**(bits - 1) - 1 steps are this many root mean squares (Parameter Golf's SDClip). With the
+# default of 6 bits, 8 sigma give a step of 0.26 sigma, about 4 bits per weight. Unlike SDClip,
+# nothing is clipped: codes run as far as the weights do. Published weights have outliers at 50
+# root mean squares, and SmolLM2 clipped at 8 had 2.1 instead of 1.1 bits per byte.
 MATRIX_CLIP_SIGMAS = 8.0
 # At the same step an embedding's weight costs 40 times as much loss as a matrix's (docs/lab.md).
 # So embeddings have a finer step, 0.047 sigma.
@@ -2847,24 +2849,20 @@ def tensor_class(name, tensor):
     return "embedding" if "embed" in last or last in ("head", "ab") else "control"
 
 
-def round_to(w, scale, bits):
-    """Return the codes nearest to w / scale, as floats."""
-    qmax = 2 ** (bits - 1) - 1
-    return (w / scale).round_().clamp_(-qmax, qmax)
-
-
 def quantize(w, bits, clip_sigmas):
-    """Return codes int8 (..., R, C) and scales float16 (..., 1) of tensors w (..., R, C).
+    """Return codes int32 (..., R, C) and scales float16 (..., 1) of tensors w (..., R, C).
 
-    The largest code stands for `clip_sigmas` root mean squares of a tensor. The root mean square is
-    not about the mean, so a constant tensor does not vanish. If a tensor is not finite, neither is
-    its scale.
+    The codes are the nearest to w / scale. `clip_sigmas` root mean squares of a tensor have the
+    code 2**(bits - 1) - 1, and larger weights have larger codes. They are below 2**24, because no
+    weight is larger than the root mean square times the root of the number of weights. The root
+    mean square is not about the mean, so a constant tensor does not vanish. If a tensor is not
+    finite, neither is its scale.
     """
     w = w.float()
     sigma = w.square().mean((-2, -1)).sqrt()[..., None]
     # A tensor of zeros has the smallest scale that float16 has.
     scale = (sigma * clip_sigmas / (2 ** (bits - 1) - 1)).clamp(min=2**-24).half()
-    return round_to(w, scale[..., None], bits).to(torch.int8), scale
+    return (w / scale[..., None]).round_().to(torch.int32), scale
 
 
 def quant_table(settings):
@@ -2897,7 +2895,7 @@ def quantize_all(tensors, table, improve=None):
     coded = {}
     for names, w, codes, scales, bits in quantize_groups(tensors, table):
         if improve:
-            codes = improve(names, w, codes, scales, bits)
+            codes = improve(names, w, codes, scales)
         for name, *parts in zip(names, codes, scales, strict=True):
             coded[name] = Coded(*parts, bits)
     return {name: coded[name] for name in tensors if name in coded}
@@ -2957,22 +2955,36 @@ def count_parameters(network):
 #   SHA-256 of all before it
 #
 # The header lists the streams in their order, with name, shape, dtype (as numpy writes it) and
-# length. The first three belong to the coder, the others are the tensors:
+# length. The first four belong to the coder, the others are the tensors:
 #
 #   lane_states u32 (lanes,)    states of the coder at which decoding begins
-#   tables u16 (97, 256)        frequencies of the symbols, code & 255
+#   tables u16 (97, 256)        frequencies of the symbols, symbol & 255
 #   sizes u8                    of each tensor in words: a size per row, then a size per column
+#   escapes i32                 the codes beyond +-127 of all tensors, in order
 #   a control                   float16, or float32
-#   a quantized tensor          with "scale" and "bits": codes int8, or words u16
+#   a quantized tensor          with "scale" and "bits": symbols int8, or words u16
+#
+# A symbol is the code itself from -127 to 127, and otherwise -128, an escape: the next number of
+# `escapes` is the code. Version 9 had neither escapes nor such codes, and is read as well.
 #
 # Words are of range ANS (Duda, arXiv:1311.2540) in interleaved lanes: code i of a tensor is in lane
 # i % lanes. The states run on from tensor to tensor, and end at 2**16. In trained matrices rows
 # differ in size, and so do columns that read hidden units; given both sizes, codes are nearly
 # normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which saves 5% of
 # the bytes (docs/lab.md, 2026-11-21).
+#
+# A reader holds sizes against the bytes of the file before it allocates anything: see the limits
+# below. Where nearly all weights are 0, so that they take less, zeros follow the last stream.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
-ARTIFACT_VERSION = 9
+ARTIFACT_VERSION = 10
+READABLE_VERSIONS = (9, ARTIFACT_VERSION)
+HEADER_LIMIT = 1 << 20  # bytes of its JSON
+FREE_NUMBERS = 1 << 24  # that any file may have, and beside them
+NUMBERS_PER_BYTE = 64  # of the file
+CODES_PER_LANE = 1 << 14  # unless there are 1,024 lanes
+ESCAPE = -128  # the symbol of a code beyond +-127
+STREAM_DTYPES = ("<u4", "<i4", "<u2", "|u1", "|i1", "<f2", "<f4")
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -2992,13 +3004,13 @@ def require(condition, message):
 class Coded:
     """A quantized tensor: weight = code * scale."""
 
-    codes: Tensor  # int8 (R, C), of size 2**(bits - 1) - 1 at most
+    codes: Tensor  # int32 (R, C)
     scale: Tensor  # float16 (1,)
-    bits: int
+    bits: int  # of the rule that chose the scale, see quantize
 
 
 def dequantize(codes, scale):
-    """Return code * scale, float32 (..., R, C): 8 by 11 bits, so exact on every machine."""
+    """Return code * scale, float32 (..., R, C): rounded once, so equal on every machine."""
     return codes.float() * scale[..., None]
 
 
@@ -3042,74 +3054,143 @@ class RansCoder:
 
     def decode(self, tables, words):
         """Return the symbols uint8 (n,) that `tables` (n,) code in `words`, or ArtifactError."""
-        slots = tables.astype(np.int64) << RANS_BITS
         lanes = len(self.states)
-        for begin in range(0, len(slots), lanes):
-            slot = slots[begin : begin + lanes]
-            x = self.states[: len(slot)]
-            slot += x & (RANS_TOTAL - 1)
-            step = self.steps.take(slot, mode="clip")
-            x >>= RANS_BITS
-            x *= step >> 16
-            x += step & 0xFFFF
-            low = np.flatnonzero(x < RANS_LOW)
-            x[low] = x[low] << 16 | words[: len(low)]
-            words = words[len(low) :]
+        symbols = np.empty(len(tables), np.uint8)
+        for start in range(0, len(tables), lanes << 10):  # numbers of 8 bytes of a part at a time
+            slots = tables[start : start + (lanes << 10)].astype(np.int64) << RANS_BITS
+            for begin in range(0, len(slots), lanes):
+                slot = slots[begin : begin + lanes]
+                x = self.states[: len(slot)]
+                slot += x & (RANS_TOTAL - 1)
+                step = self.steps.take(slot, mode="clip")
+                x >>= RANS_BITS
+                x *= step >> 16
+                x += step & 0xFFFF
+                low = np.flatnonzero(x < RANS_LOW)
+                x[low] = x[low] << 16 | words[: len(low)]
+                words = words[len(low) :]
+            symbols[start : start + len(slots)] = self.symbols.take(slots)
         require(len(words) == 0, "rANS words are left over")
-        return self.symbols.take(slots)
+        return symbols
 
 
-def read_streams(data, max_weights):
-    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
+def read_artifact_header(data):
+    """Return the header of an artifact and a file at its streams. Raises ArtifactError if damaged."""
     require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
-    require(version == ARTIFACT_VERSION, f"version {version}, this code reads {ARTIFACT_VERSION}")
-    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
-    file = io.BytesIO(data[ARTIFACT_PREFIX.size : -32])
-    frame = file.read(length)
-    header = json.loads(zstandard.ZstdDecompressor().stream_reader(frame).read(1 << 24))
+    versions = " and ".join(map(str, READABLE_VERSIONS))
+    require(version in READABLE_VERSIONS, f"version {version}, this code reads {versions}")
+    is_whole = hashlib.sha256(memoryview(data)[:-32]).digest() == data[-32:]
+    require(is_whole, "damaged: the SHA-256 is wrong")
+    file = io.BytesIO(data)
+    file.seek(ARTIFACT_PREFIX.size)
+    frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
+    header = json.loads(frame.read(HEADER_LIMIT))
+    require(isinstance(header, dict), "its header is no object")
+    kinds = {"streams": dict, "settings": dict, "meta": dict, "tokenizer_sha256": str}
+    for key, kind in kinds.items():
+        require(isinstance(header.get(key), kind), f"the header's {key} is none")
+    tokenizer = header["meta"].setdefault("tokenizer", "bytes")
+    # It is looked for beside the artifact.
+    is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
+    require(is_name and tokenizer.isprintable(), "the header's tokenizer is none")
+    return header, file
+
+
+def count_numbers(shape):
+    """Return how many numbers a shape stands for. A size of 0 counts as 1, or it would hide others."""
+    return math.prod(max(1, size) for size in shape)
+
+
+def check_record(name, record):
+    """Raise ArtifactError unless the header's record of a stream has values of the right types."""
+    require(re.fullmatch(r"[\w.]+", name), f"{name!r} is no name of a tensor")
+    require(isinstance(record, dict), f"{name!r} has no record")
+    shape = record.get("shape")
+    is_list = isinstance(shape, list) and len(shape) <= 8
+    is_shape = is_list and all(type(size) is int and size >= 0 for size in shape)
+    require(is_shape, f"{name!r} has a shape that is none")
+    require(record.get("dtype") in STREAM_DTYPES, f"{name!r} has a dtype that is none")
+    length = record.get("length")
+    require(type(length) is int and length >= 0, f"{name!r} has a length that is none")
+    if "scale" in record:
+        is_quantized = type(record["scale"]) is float and type(record.get("bits")) is int
+        require(is_quantized, f"{name!r} has a scale or bits that are none")
+
+
+def read_streams(data):
+    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
+    header, file = read_artifact_header(data)
+    limit = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)
     arrays = {}
     for name, record in header["streams"].items():
+        check_record(name, record)
+        count = count_numbers(record["shape"])
+        limit -= count
+        require(limit >= 0, f"{name!r}: the file is too short for so many numbers")
+        dtype = np.dtype(record["dtype"])
         payload = file.read(record["length"])
-        # The shapes bound all that is allocated. A size of 0 counts as 1, or it would hide others.
-        weights = math.prod(max(1, size) for size in record["shape"])
-        max_weights -= weights
-        fits = min([max_weights, *record["shape"]]) >= 0
-        require(fits, f"{name!r} has a negative size, or exceeds the limit of weights")
-        raw = zstandard.ZstdDecompressor().stream_reader(payload).read(4 * weights + 1)
-        arrays[name] = np.frombuffer(raw, record["dtype"]).copy()
+        # Words are no more than codes: a code moves one at most.
+        size = dtype.itemsize * count
+        raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
+        require(len(raw) <= size, f"{name!r} is longer than its shape")
+        arrays[name] = np.frombuffer(raw, dtype).copy()
     return header, arrays
 
 
-def read_artifact(path, max_weights=1 << 32):
+def replace_escapes(symbols, escapes):
+    """Return the codes int32 of symbols int8 (n,), and the escapes that are left for other tensors."""
+    places = np.flatnonzero(symbols == ESCAPE)
+    beyond, rest = np.split(escapes, [len(places)])
+    require(len(beyond) == len(places), "escapes are missing")
+    codes = symbols.astype(np.int32)
+    codes[places] = beyond
+    return codes, rest
+
+
+def read_artifact(path):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
-    Bit-exact on every machine. Memory is bounded by the file, at most max_weights numbers and
-    weights, and the decoding of one tensor. Raises ArtifactError, one line that names the file, if
-    anything is not as it was written.
+    Bit-exact on every machine. Memory is bounded by the file: some 10 bytes for each number that it
+    may have, see above. Raises ArtifactError, one line that names the file, if anything is not as
+    it was written. The header's meta has the name of the tokenizer's file, as `tokenizer`.
     """
     data = Path(path).read_bytes()
     tensors = {}
     coded = {}
     try:
-        header, arrays = read_streams(data, max_weights)
+        header, arrays = read_streams(data)
         states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
+        escapes = arrays.pop("escapes", np.empty(0, np.int32))
+        kinds = [array.dtype.str for array in (states, tables, sizes, escapes)]
+        require(kinds == ["<u4", "<u2", "|u1", "<i4"], "the coder's streams have other dtypes")
+        require(tables.size == 97 * 256, "there are not 97 tables")
         coder = RansCoder(states, tables.reshape(-1, 256))
+        count = 0  # of codes in words
         for name, array in arrays.items():
             record = header["streams"][name]
             shape = record["shape"]
             if array.dtype == np.uint16:
                 height, *width = shape
+                count += math.prod(shape)
+                has_lanes = len(states) >= 1024 or count <= CODES_PER_LANE * len(states)
+                require(has_lanes, f"{name!r}: the lanes are too few for so many codes")
                 ends = [height, height + math.prod(width)]
                 rows, columns, sizes = np.split(sizes, ends)
                 contexts = np.add.outer(rows, columns).reshape(-1)
                 array = coder.decode(contexts, array).view(np.int8)
+            is_coded = "scale" in record
+            require(is_coded == (array.dtype == np.int8), f"{name!r}: codes have a scale")
+            if is_coded:
+                array, escapes = replace_escapes(array, escapes)
             values = torch.from_numpy(array).view(shape)
-            if "scale" in record:
+            if is_coded:
                 scale = torch.tensor([record["scale"]], dtype=torch.float16)
+                require(scale.isfinite(), f"{name!r} has a scale that is not finite")
                 coded[name] = Coded(values.flatten(1), scale, record["bits"])
                 values = dequantize(values, scale)
             tensors[name] = values.float()
+        require(len(escapes) == 0, "escapes are left over")
         require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
     except Exception as error:  # a file that only claims to be an artifact may raise anything
         reason = str(error) if isinstance(error, ArtifactError) else repr(error)
@@ -3147,17 +3228,23 @@ def size_numbers(mean_squares):
     return (2 * octaves + 16).round().to(torch.uint8)
 
 
-def count_symbols(codes):
-    """Return what the coder needs of codes int8 (R, C), on their device.
+def split_escapes(codes):
+    """Return symbols int8 of codes int32 (R, C), see above, and the codes that are escapes."""
+    symbols = codes.clamp(ESCAPE, -ESCAPE).to(torch.int8)  # 128 becomes -128, too
+    return symbols, codes[symbols == ESCAPE]
 
-    pairs int32 (R * C,): table << 8 | symbol; sizes uint8 (R + C,) of rows and columns; counts
+
+def count_symbols(symbols):
+    """Return what the coder needs of symbols int8 (R, C), on their device.
+
+    pairs int16 (R * C,): table << 8 | symbol; sizes uint8 (R + C,) of rows and columns; counts
     int64 (97, 256) by table and symbol.
     """
-    power = codes.float().square()
+    power = symbols.float().square_()
     rows = size_numbers(power.mean(1))
     columns = size_numbers(power.mean(0) / power.mean().clamp(min=1e-9))
-    tables = rows.int()[:, None] + columns
-    pairs = (tables << 8 | codes.view(torch.uint8)).flatten()
+    tables = rows.short()[:, None] + columns
+    pairs = (tables << 8 | symbols.view(torch.uint8)).flatten()
     counts = torch.bincount(pairs, minlength=97 * 256).view(97, 256)
     return pairs, torch.cat([rows, columns]), counts
 
@@ -3168,39 +3255,47 @@ def entropy_bytes(counts):
     return (counts * (totals / counts.clamp(min=1)).log2()).sum().item() / 8
 
 
-def zstd_bytes(name, codes):
-    """Return the bytes that zstd makes of an embedding's codes; of others infinity.
+def zstd_bytes(name, symbols):
+    """Return the bytes that zstd makes of an embedding's symbols; of others infinity.
 
     It may be shorter than the coder, because rows of tokens that rarely occur are alike.
     """
-    if tensor_class(name, codes) != "embedding":
+    if tensor_class(name, symbols) != "embedding":
         return math.inf
-    return len(ARTIFACT_ZSTD.compress(codes.cpu().numpy().tobytes()))
+    return len(ARTIFACT_ZSTD.compress(symbols.cpu().numpy().tobytes()))
 
 
 def code_by_rans(codes):
-    """Return the arrays that codes (name -> int8 (R, C)) are stored as, by name.
+    """Return the arrays that codes (name -> int32 (R, C)) are stored as, by name.
 
-    First come the coder's own arrays, then for each tensor its rANS words, or else its codes.
+    First come the coder's own arrays, then for each tensor its rANS words, or else its symbols.
     """
     pairs = {}
     sizes = [np.empty(0, np.uint8)]
+    escapes = [torch.empty(0, dtype=torch.int32)]
     counts = torch.zeros(97, 256, dtype=torch.int64)  # of all tensors that are coded by rANS
     arrays = {}
     for name, tensor in codes.items():
-        arrays[name] = tensor.numpy()
-        symbols, ends, count = count_symbols(tensor)
-        if entropy_bytes(count) < zstd_bytes(name, tensor):
-            pairs[name] = symbols.numpy()
+        symbols, beyond = split_escapes(tensor)
+        escapes.append(beyond)
+        arrays[name] = symbols.numpy()
+        own_pairs, ends, count = count_symbols(symbols)
+        if entropy_bytes(count) < zstd_bytes(name, symbols):
+            pairs[name] = own_pairs.numpy()
             sizes.append(ends.numpy())
             counts += count
     # Lanes move side by side, so many are fast; each of them costs 2 bytes.
-    lanes = min(1024, max(8, int(counts.sum()) // 8192))
+    lanes = min(4096, max(8, int(counts.sum()) // 8192))
     states = np.full(lanes, RANS_LOW, np.uint32)
     tables = np.stack([rans_table(count) for count in counts.numpy()])
     coder = RansCoder(states, tables)
     words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    coder_arrays = {"lane_states": states, "tables": tables, "sizes": np.concatenate(sizes)}
+    coder_arrays = {
+        "lane_states": states,
+        "tables": tables,
+        "sizes": np.concatenate(sizes),
+        "escapes": torch.cat(escapes).numpy(),
+    }
     return {**coder_arrays, **arrays, **words}
 
 
@@ -3216,7 +3311,7 @@ def pack_artifact(tensors, coded, **header):
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
             arrays[name] = tensor.detach().to(dtype).cpu().numpy()
 
-    payloads = b""
+    payloads = []
     records = {}
     for name, array in arrays.items():
         payload = ARTIFACT_ZSTD.compress(array.tobytes())
@@ -3227,11 +3322,14 @@ def pack_artifact(tensors, coded, **header):
         is_finite = np.isfinite(record.get("scale", array)).all()
         require(is_finite, f"tensor {name}: must be finite as it is stored")
         records[name] = record
-        payloads += payload
-    text = json.dumps({**header, "streams": records})
-    frame = ARTIFACT_ZSTD.compress(text.encode())
+        payloads.append(payload)
+    text = json.dumps({**header, "streams": records}).encode()
+    require(len(text) <= HEADER_LIMIT, f"the header has {len(text)} bytes, at most {HEADER_LIMIT}")
+    frame = ARTIFACT_ZSTD.compress(text)
     prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame))
-    data = prefix + frame + payloads
+    data = b"".join([prefix, frame, *payloads])
+    numbers = sum(count_numbers(record["shape"]) for record in records.values())
+    data += bytes(max(0, (numbers - FREE_NUMBERS) // NUMBERS_PER_BYTE - len(data)))
     return data + hashlib.sha256(data).digest()
 
 

@@ -28,13 +28,13 @@ def random_rows(rows=40, columns=96, seed=0):
     )
 
 
-def test_sdclip_by_hand():
-    # root mean square 1, clip 15.5, step 15.5 / 31 = 0.5: +-1 is +-2 steps
+def test_steps_by_hand():
+    # root mean square 1, 31 steps are 15.5 of it, so a step is 0.5: +-1 is +-2 steps
     codes, scale = script.quantize(torch.tensor([[1.0, -1.0, 1.0, -1.0]]), **rule(6, 15.5))
     assert scale.tolist() == [0.5] and codes.tolist() == [[2, -2, 2, -2]]
-    # root mean square 2 (one 4 in four), clip 2, step 2 / 31: the 4 is clipped to 31 steps
+    # root mean square 2 (one 4 in four), step 2 / 31: nothing is clipped, so the 4 is 62 steps
     codes, scale = script.quantize(torch.tensor([[4.0, 0.0], [0.0, 0.0]]), **rule(6, 1.0))
-    assert scale.item() == np.float16(2 / 31) and codes.tolist() == [[31, 0], [0, 0]]
+    assert scale.item() == np.float16(2 / 31) and codes.tolist() == [[62, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("clip_sigmas", [0.5, 2.5, 12.85])
@@ -45,7 +45,7 @@ def test_against_float64(bits, clip_sigmas):
     exact = w.double().numpy()
     qmax = 2 ** (bits - 1) - 1
     want = clip_sigmas * np.sqrt((exact**2).mean()) / qmax
-    assert codes.dtype == torch.int8 and codes.shape == (40, 96)
+    assert codes.dtype == torch.int32 and codes.shape == (40, 96)
     assert scale.dtype == torch.float16 and scale.shape == (1,)
     assert (
         abs(scale.item() - want) <= max(want * 2.0**-11, 2.0**-25) * 1.001
@@ -53,8 +53,25 @@ def test_against_float64(bits, clip_sigmas):
     steps = exact / scale.item()
     decided = np.abs(np.abs(steps % 1 - 0.5)) > 1e-4  # float32 may break a tie the other way
     assert decided.mean() > 0.99
-    expected = np.clip(np.rint(steps), -qmax, qmax)
+    expected = np.rint(steps)
+    assert np.abs(expected).max() > 5 * qmax / clip_sigmas  # rows of 100 times the mean size
     assert np.array_equal(codes.numpy()[decided], expected[decided])
+
+
+def test_outliers_come_back():
+    """One weight of up to 2,000 root mean squares beside equal or normal ones, at any size."""
+    for size in (1e-3, 1.0, 1e3):
+        for ordinary in (torch.full((512, 2048), size), size * torch.randn(512, 2048)):
+            for factor in (11, 51, 1e4):
+                w = ordinary.clone()
+                w[3, 5] = -factor * size
+                for bits, sigmas in ((6, 8.0), (8, 6.0)):
+                    codes, scale = script.quantize(w, **rule(bits, sigmas))
+                    error = (script.dequantize(codes, scale) - w).abs()
+                    assert error.max() <= 0.51 * scale.item()  # half a step, and float32
+                    assert codes[3, 5].abs() == codes.abs().max() < 2**24
+    codes, _ = script.quantize(w, **rule(8, 6.0))
+    assert codes.min() < -20_000  # beyond 16 bits is not far
 
 
 def test_tensors_of_zeros_tiny_ones_and_constant_ones():
@@ -113,10 +130,10 @@ def test_the_tables_of_the_settings():
 
 
 def test_product_of_code_and_scale_is_exact_in_float32():
-    # every positive float16, each the scale of a tensor of one code
+    # every positive float16, each the scale of a tensor of one code of up to 13 bits
     scales = torch.arange(1, 31744, dtype=torch.int32).to(torch.int16).view(torch.float16)[:, None]
-    for code in (-127, 31, 113):
-        codes = torch.full((len(scales), 1, 1), code, dtype=torch.int8)
+    for code in (-127, 31, 113, 8191):
+        codes = torch.full((len(scales), 1, 1), code, dtype=torch.int32)
         back = script.dequantize(codes, scales)
         assert torch.equal(back[..., 0].double(), scales.double() * code)
 

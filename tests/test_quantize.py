@@ -260,7 +260,7 @@ def test_info_against_numbers_by_hand(call, place, tmp_path):
     assert (code, error) == (0, "") and str(vars(net.config)) in output
     streams = header["streams"]
     coder = {f"({name})" for name in streams.keys() - tensors.keys()}
-    assert coder == {"(lane_states)", "(tables)", "(sizes)"}
+    assert coder == {"(lane_states)", "(tables)", "(sizes)", "(escapes)"}
     assert set(rows) == {*tensors, *CLASSES, *coder, "(header)", "total"}
     parts = [int(rows[name]["bytes"]) for name in (*CLASSES, *coder, "(header)")]
     assert sum(parts) == int(rows["total"]["bytes"]) == path.stat().st_size

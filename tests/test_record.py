@@ -8,6 +8,7 @@ import shutil
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_prepare import documents
 
@@ -151,11 +152,12 @@ def artifact(**dtypes):
     streams = {}
     payloads = b""
     for name, dtype in dtypes.items():
-        payload = T.ARTIFACT_ZSTD.compress(b"\0" * 8)
+        payload = T.ARTIFACT_ZSTD.compress(np.zeros(2, dtype).tobytes())
         streams[name] = {"shape": [2], "dtype": dtype, "length": len(payload)}
         payloads += payload
     streams["codes"]["bits"] = 6
-    frame = T.ARTIFACT_ZSTD.compress(json.dumps({"streams": streams}).encode())
+    header = {"settings": {}, "meta": {}, "tokenizer_sha256": "", "streams": streams}
+    frame = T.ARTIFACT_ZSTD.compress(json.dumps(header).encode())
     prefix = T.ARTIFACT_PREFIX.pack(T.ARTIFACT_MAGIC, T.ARTIFACT_VERSION, len(frame))
     data = prefix + frame + payloads
     return data + hashlib.sha256(data).digest()
@@ -167,7 +169,12 @@ def test_integers_that_are_no_codes_are_refused():
     faults = R.Faults("seed_1.upar")
     R.check_integers(artifact(**good), faults)
     R.check_integers(b"an older format", faults)
+    R.check_integers(b"UNDERPAR\4\0\0\0 and so on", faults)
     assert faults.lines == []
+    R.check_integers(artifact(**good)[:-1], faults)
+    (line,) = faults.lines
+    assert "is no whole artifact (found ArtifactError('damaged: the SHA-256 is wrong')" in line
+    faults.lines.clear()
     R.check_integers(artifact(**good, pairs="<i4", lengths="|u1"), faults)
     said = "seed_1.upar: an integer tensor that is no codes of weights (found {}, expected codes or floats)"
     assert faults.lines == [said.format(name) for name in ("pairs", "lengths")]

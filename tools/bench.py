@@ -402,7 +402,7 @@ def int6_codes(ops: SimpleNamespace) -> np.ndarray:
     if not ops.artifact:
         torch.manual_seed(0)
         codes, _ = ops.script.quantize(torch.randn(1, ops.codes), 6, 8.0)
-        return codes.numpy().reshape(-1)
+        return codes.numpy().reshape(-1).astype(np.int8)  # of normal weights none is an escape
     try:
         coded = ops.script.read_artifact(ops.artifact)[2].values()
     except (OSError, ops.script.ArtifactError) as error:
@@ -410,7 +410,7 @@ def int6_codes(ops: SimpleNamespace) -> np.ndarray:
     parts = [part.codes.numpy().reshape(-1) for part in coded if part.bits == 6]
     if not parts:
         raise SystemExit(f"error: --artifact {ops.artifact}: none of its tensors has 6 bits")
-    return np.concatenate(parts)
+    return np.concatenate(parts).clip(-127, 127).astype(np.int8)
 
 
 def coding_records(ops: SimpleNamespace) -> list[dict]:

@@ -65,7 +65,7 @@ EVENTS = (
     "skip rewind gptq_left_out skipped_step weights_left_out gptq_out_of_time save_failed"
 ).split()
 # Integers in an artifact that belong to the coder of all codes.
-CODER_STREAMS = ("lane_states", "tables", "sizes")
+CODER_STREAMS = ("lane_states", "tables", "sizes", "escapes")
 MIB = 1 << 20  # artifacts below are committed, and no log is longer
 SECTIONS = ("What changed", "Why", "What did not help")
 UNWRITTEN = "To be written."
@@ -540,13 +540,16 @@ def check_artifact(log: Log, path: Path, faults: Faults) -> None:
 def check_integers(data: bytes, faults: Faults) -> None:
     """Add a fault for each integer tensor of an artifact that is no codes of weights.
 
-    It could hold counts of the training text. Only artifacts of the present format are read.
+    It could hold counts of the training text. Artifacts of formats that are too old are left out.
     """
     script = load_script(SCRIPT)
+    if int.from_bytes(data[8:12], "little") not in script.READABLE_VERSIONS:
+        return
     try:
-        header, _ = script.read_streams(data, 1 << 30)
-    except script.ArtifactError:
-        return  # of an older format, or damaged, which is another fault
+        header, _ = script.read_streams(data)
+    except Exception as error:  # what only claims to be an artifact may raise anything
+        faults.add("is no whole artifact", repr(error), f"version {script.ARTIFACT_VERSION}")
+        return
     for name, stored in header["streams"].items():
         is_integer = not stored["dtype"].startswith("<f")
         is_code = "bits" in stored or name in CODER_STREAMS
