@@ -2503,7 +2503,18 @@ class Optimizers:
         return {self.params[param]: state for param, state in self.state.items()}
 
     def load_state_dict(self, saved):
-        """Replace the state by a saved one; an empty one is the state before the first step."""
+        """Replace the state by a saved one; an empty one is the state before the first step.
+
+        Raises ValueError or KeyError for a state that these optimizers have not made.
+        """
+        for optimizer in self.all:
+            params = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+            states = [saved[self.params[param]] for param in params if saved]
+            for state in states:
+                if state.keys() != states[0].keys() or not all(
+                    map(torch.is_tensor, state.values())
+                ):
+                    raise ValueError(f"a state of {type(optimizer).__name__} was changed")
         for param, name in self.params.items():
             self.state[param] = saved.get(name, {})
 
@@ -2512,6 +2523,21 @@ class Optimizers:
 
 
 # === shared: schedule ===
+def check_types(name, saved, present):
+    """Raise ValueError or KeyError unless a saved value has the types and keys of the present one."""
+    numbers = {int, float}
+    if saved is None or present is None or {type(saved), type(present)} <= numbers:
+        return
+    if type(saved) is not type(present):
+        raise ValueError(f"{name} is {saved!r:.60}, must be of type {type(present).__name__}")
+    if isinstance(present, dict):
+        for key, value in present.items():
+            check_types(f"{name}[{key!r}]", saved[key], value)
+    elif isinstance(present, list) and present:
+        for value in saved:
+            check_types(f"{name}[0]", value, present[0])
+
+
 class Saved:
     """Base of objects whose state in a checkpoint is the attributes that STATE names."""
 
@@ -2520,11 +2546,9 @@ class Saved:
         return {name: getattr(self, name) for name in self.STATE}
 
     def load_state_dict(self, saved):
-        """Replace the state by a saved one. Raises ValueError for one that state_dict never makes."""
+        """Replace the state by a saved one. Raises ValueError or KeyError for that of another class."""
         for name in self.STATE:
-            kinds = {type(saved.get(name)), type(getattr(self, name)), type(None)}
-            if name not in saved or len(kinds) > 2:
-                raise ValueError(f"{type(self).__name__}.{name} is {saved.get(name)!r:.60}")
+            check_types(f"{type(self).__name__}.{name}", saved[name], getattr(self, name))
         vars(self).update(saved)
 
 
@@ -2757,6 +2781,13 @@ class Plan(Saved):
                 }
                 begun.append(name)
         return begun
+
+    def load_state_dict(self, saved):
+        """Replace the state by a saved one."""
+        facts = {"begin": 0.0, "start_step": 0, "start_progress": 0.0, "steps": 0}
+        for name, phase in saved["phases"].items():
+            check_types(f"phase {name}", phase, facts)
+        super().load_state_dict(saved)
 
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
