@@ -4077,6 +4077,16 @@ def weigh(rewards, answers):
             answer.reward += reward.weight * (answer.rewards[reward.name] or 0.0)
 
 
+def is_right(answer, rewards):
+    """Return whether an answer is right: the first of the rewards is 1 or more.
+
+    Not their sum: parts that are no proof of a right answer could add up to 1. Without rewards, in a
+    conversation, it is that of the environment.
+    """
+    value = answer.rewards[rewards[0].name] if rewards else answer.reward
+    return value is not None and value >= 1
+
+
 # === end: rewards ===
 
 
@@ -4655,8 +4665,8 @@ def score_text(models, path, settings):
 
 
 def count_right(rewards, answers, count, log):
-    """Fill in the rewards of answers; return how many of the `count` answers to each question have
-    a reward of 1 or more. Raises UserError."""
+    """Fill in the rewards of answers; return how many of the `count` answers to each question are
+    right. Raises UserError."""
     rows = [answer.question.problem for answer in answers]
     texts = [answer.text for answer in answers]
     try:
@@ -4668,7 +4678,7 @@ def count_right(rewards, answers, count, log):
         sys.stderr.write(fault.traceback)
         raise
     weigh(rewards, answers)
-    marks = [answer.reward >= 1 for answer in answers]
+    marks = [is_right(answer, rewards) for answer in answers]
     return [marks[start : start + count].count(True) for start in range(0, len(marks), count)]
 
 

@@ -4974,6 +4974,16 @@ def weigh(rewards, answers):
             answer.reward += reward.weight * (answer.rewards[reward.name] or 0.0)
 
 
+def is_right(answer, rewards):
+    """Return whether an answer is right: the first of the rewards is 1 or more.
+
+    Not their sum: parts that are no proof of a right answer could add up to 1. Without rewards, in a
+    conversation, it is that of the environment.
+    """
+    value = answer.rewards[rewards[0].name] if rewards else answer.reward
+    return value is not None and value >= 1
+
+
 # === end: rewards ===
 
 
@@ -5922,7 +5932,7 @@ def update_metrics(names, updates, seconds):
 class Exam(Saved):
     """The held-out problems, and the policy's scores before training.
 
-    rewards: see load_rewards; an answer with a reward of 1 or more is right.
+    rewards: see load_rewards and is_right.
     """
 
     STATE = ("before",)
@@ -5961,7 +5971,7 @@ class Exam(Saved):
         """
         table = torch.zeros(1 + len(self.rewards), len(answers), dtype=torch.float64)
         for place, answer in enumerate(answers):
-            table[0, place] = answer.reward >= 1
+            table[0, place] = is_right(answer, self.rewards)
             for row, reward in enumerate(self.rewards, 1):
                 value = answer.rewards[reward.name]
                 table[row, place] = math.nan if value is None else value
@@ -6040,6 +6050,9 @@ def begin_run(run, trainer, exam, samples, checkpoint):
         run.parts["reference"] = trainer.ref_model
     run.log(f"parameters: {name_values(count_parameters(network))}")
     run.log(run.plan.describe())
+    parts = [f"{reward.weight:g} x {reward.name}" for reward in exam.rewards]
+    if parts:
+        run.log(f"reward: {' + '.join(parts)}; right: {exam.rewards[0].name} is 1 or more")
     run.log(
         f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples, "
         f"{settings.mini_batches} mini-batches x {settings.epochs} epochs"

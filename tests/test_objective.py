@@ -1319,6 +1319,54 @@ def test_use_as_in_trl(M, monkeypatch):
 
 
 @each_script
+def test_several_rewards_are_weighted_and_logged_by_name(M, monkeypatch):
+    """None leaves a function out of an answer's total and of its mean; a missing column is None."""
+    scripted(monkeypatch, M)
+    rows = [{"prompt": query, "answer": str(number)} for number, query in enumerate(QUERIES)]
+    rows[2]["level"] = 7
+
+    def size(completions):
+        return [len(text) for text in completions]
+
+    def leveled(answer, level):
+        return [
+            None if hard is None else hard + int(digit)
+            for digit, hard in zip(answer, level, strict=True)
+        ]
+
+    async def level(prompts, **columns):
+        assert columns.keys() == {"completions", "answer", "level"}
+        return torch.zeros(len(prompts)) + 2
+
+    functions = [size, leveled, level, lambda prompts: [None] * len(prompts)]
+    words = dict(args=M.Settings(**SMALL), reward_funcs=functions)
+    own = TRAINERS[M](policy(M), BYTES, reward_weights=[1, 0.5, -1, 3], **words)
+    metrics = own.train_step(rows)
+    means = {name: value for name, value in metrics.items() if name.startswith("rewards/")}
+    assert means == {
+        "rewards/size": means["rewards/size"],
+        "rewards/leveled": 9,
+        "rewards/level": 2,
+    }
+    assert metrics["reward"] == pytest.approx(means["rewards/size"] + 0.5 * 9 / 4 - 2, abs=1e-9)
+    with pytest.raises(M.UserError, match=r"reward_weights=\[1\]: must be 4 numbers"):
+        TRAINERS[M](policy(M), BYTES, reward_weights=[1], **words).train_step(rows)
+    unmarked = TRAINERS[M](policy(M), BYTES, words["args"], reward_funcs=functions[3:])
+    logged = []
+    unmarked.log = logged.append
+    assert unmarked.train_step(rows)["reward"] == 0
+    assert logged == ["reward: 12 answers got None from each function; they count 0"]
+    # A rank without a problem, of which the others have some.
+    exam = M.Exam([], M.named_rewards(functions))
+    assert own.score([], exam.rewards).tolist() == []
+    right, values = exam.marks(own, [], 8)
+    assert right.shape == (0, 8) and values.shape == (4, 0, 8)
+    answers = [SimpleNamespace(rewards={"a": a, "b": 5.0}, reward=6.0) for a in (1.0, 0.9, None)]
+    rewards = [M.Reward("a"), M.Reward("b")]
+    assert [M.is_right(answer, rewards) for answer in answers] == [True, False, False]
+
+
+@each_script
 def test_training_raises_the_reward(M, float32, monkeypatch):
     """Two bytes, whatever the prompt: from a network that knows nothing, above half of them soon are small letters."""
     monkeypatch.setattr(M, "ADAM_EPS", 1e-8)

@@ -302,6 +302,42 @@ def test_two_ranks_draw_the_same_samples_and_learn_the_same(place, straight):
     assert results[1]["world_size"] == 2 and results[0]["before"] == results[1]["before"]
 
 
+FEWER = [  # script, ranks, problems to train on, held out; 9 of 10 are trained on, 1 chooses
+    ("train_grpo", 2, 1, 2),
+    ("train_ppo", 3, 1, 2),
+    ("train_gspo", 4, 2, 3),
+    ("train_ppo", 2, 3, 3),
+    ("train_grpo", 4, 10, 2),
+    ("train_gspo", 3, 10, 3),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("script", "ranks", "train", "held_out"), FEWER)
+def test_fewer_problems_than_ranks(place, script, ranks, train, held_out, tmp_path):
+    """To train on, to choose from or held out; the same when the run goes on from its last step."""
+    out = f"few {script} {ranks} {train} {held_out}"
+    rows = [
+        {"prompt": text, "answer": text[:1]} for text in ("ab cd ef gh ij kl mn op qr st ".split())
+    ]
+    given = {
+        **SHORT,
+        "TRAIN_FILES": write_lines(tmp_path / "train.jsonl", rows[:train]),
+        "VAL_FILES": write_lines(tmp_path / "held_out.jsonl", rows[-held_out:][::-1]),
+        "PROMPTS_PER_STEP": 2 * ranks,
+        "VAL_LOSS_EVERY": 1,
+    }
+    if train == 10:
+        held = [{"prompt": row["prompt"] * 2, "answer": "a"} for row in rows[:held_out]]
+        given["VAL_FILES"] = write_lines(tmp_path / "held_out.jsonl", held)
+    place.ranks(out, script=script, ranks=ranks, **given)
+    result = place.result(out)
+    assert result["world_size"] == ranks and result["after"]["n"] == held_out
+    (place.of(out) / "result.json").unlink()
+    place.ranks(out, script=script, ranks=ranks, **{**place.unset, "RUN_ID": None, "RESUME": "run"})
+    assert place.result(out)["after"] == result["after"]
+
+
 # -------------------------------------------------------------------------------- where they start
 def test_a_run_goes_on_from_a_run_a_checkpoint_or_an_artifact(place, grpo):
     """GSPO from what GRPO left. The trained policy and the artifact's are scored as at the run's end;

@@ -559,6 +559,15 @@ def test_a_function_gets_the_columns_that_it_takes(tmp_path):
     )
 
 
+def test_a_slow_function_is_named_with_its_seconds(tmp_path, monkeypatch):
+    """Its slowest call so far is, not each call."""
+    logged = []
+    reward = G.Reward("slow", lambda completions: [time.sleep(0.03)] * 2)
+    for _ in range(3):
+        G.call_reward(reward, COLUMNS, TEXTS, logged.append, limit=0.02)
+    assert len(logged) == 1 and re.fullmatch(r"reward slow: 0\.\d s for 2 answers", logged[0])
+
+
 def test_files_of_one_name_with_neighbours_of_one_name_and_process_pools(tmp_path, monkeypatch):
     """Each has its own neighbours, and a pool, by fork and by spawn, finds the functions of both."""
     monkeypatch.setattr(sys, "path", [*sys.path])
