@@ -242,3 +242,45 @@ def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):
         assert said in call_main(monkeypatch, by_hand)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were missing
     assert call_main(monkeypatch, by_hand).endswith("pip install matplotlib")
+
+
+# ------------------------------------------------------------------------------------------ samples
+def test_the_page_has_answers_of_the_first_middle_and_last_steps(runs):
+    """Best, median and worst; texts are escaped, what is no sample is counted; constants are said."""
+    run = read_run(runs["grpo"])
+    rows = report.sample_rows(report.read_samples(run))[1:]
+    assert {(row[0], row[1]) for row in rows} == {
+        *((step, "held_out") for step in (0, 4, 8)),
+        *((step, "train") for step in (1, 3, 6)),
+    }
+    assert all(len(row) == 8 and row[4] in (0.0, 1.0) and row[7] in ("yes", "no") for row in rows)
+    assert {row[5] for row in rows} == {"exact 0", "exact 1"}
+    run.color = "#2f7ed8"
+    page = report.render([run])
+    assert "<h2>grpo: samples</h2>" in page and "Not drawn, because it never changes: " in page
+
+
+def test_hostile_texts_are_escaped_and_broken_lines_counted(by_hand):
+    text = "<script>alert(1)</script>\n\x1b[2J" + "9" * 900
+    row = dict(step=1, phase="train", prompt="<b>", completion=text, rewards={"a<b": None})
+    row |= dict(reward=1.5, advantage=None, finished=False)
+    bad = ["{", "[]", "3", json.dumps({**row, "reward": "x"}), json.dumps({**row, "rewards": []})]
+    lines = [json.dumps(row), *bad]
+    (by_hand / "samples.jsonl").write_text("\n".join(lines))
+    run = read_run(by_hand)
+    run.color = "#2f7ed8"
+    page = report.render([run])
+    assert "<script>" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;\\n\\x1b[2J9999" in page
+    assert "[330 characters left out]" in page and "a&lt;b –" in page
+    assert "5 lines of samples.jsonl are no samples" in page
+
+
+def test_what_is_constant_is_not_drawn(by_hand):
+    run = read_run(by_hand)
+    for step in (1, 2, 3):
+        run.log.add("kl", step, 0.0)
+        run.log.add("entropy", step, float(step))
+    run.color = "#2f7ed8"
+    page = report.render([run])
+    assert "<figcaption>entropy</figcaption>" in page and "<figcaption>kl</figcaption>" not in page
+    assert "never changes: kl 0" in page

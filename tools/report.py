@@ -8,7 +8,8 @@ A RUN is a run's folder, its name in runs/, or the folder of a record, which has
 Runs may have ended, be in progress or have been interrupted. Without --out the page is written into
 the first one. All numbers come from metrics.jsonl, which has every step, the log (alone for runs
 without that file), result.json, the artifact and, for quantization errors, the last checkpoint; the
-page says what is missing. Every number of a step is drawn.
+page says what is missing. Every number of a step is drawn unless it never changes. Of a run with
+samples.jsonl the page has answers of its first, middle and last steps, with their rewards.
 The page is one file without outside resources. Needs matplotlib.
 """
 
@@ -475,6 +476,26 @@ def read_artifact(run: Run, quantize: ModuleType) -> None:
     run.errors = {layer: math.sqrt(error / norm) for layer, (error, norm) in sums.items()}
 
 
+def read_samples(run: Run) -> list[dict]:
+    """Return the rows of samples.jsonl of a run; a note counts lines that are no such rows."""
+    path = run.folder / "samples.jsonl"
+    rows = []
+    faults = 0
+    if run.artifact.name == "model.upar" and path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+                row["rewards"] = {str(name): value for name, value in row["rewards"].items()}
+                row["place"] = (int(row["step"]), str(row["phase"]), str(row["prompt"]))
+                row["reward"] = float(row["reward"])
+                rows.append(row)
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+                faults += 1
+    if faults:
+        run.notes.append(f"{faults} lines of samples.jsonl are no samples, and are left out")
+    return rows
+
+
 # ------------------------------------------------------------------------------------------- tables
 def show(value: object) -> str:
     """Return a value as text: numbers short, hashes cut, a dash for None."""
@@ -561,6 +582,51 @@ def gain_rows(result: dict) -> list[list]:
         if any(isinstance(score, float | list) for score in scores):  # else a count
             rows.append([name, *map(show_score, scores)])
     return rows
+
+
+def shown_text(text: object) -> str:
+    """Return a text in quotes, control characters escaped; of a long one its two ends."""
+    text = str(text)
+    if len(text) <= 600:
+        return repr(text)
+    return f"{text[:400]!r} [{len(text) - 600} characters left out] {text[-200:]!r}"
+
+
+def sample_rows(samples: list[dict]) -> list[list]:
+    """Return the rows of the table of samples: best, median and worst answer to two prompts of the
+    first, the middle and the last recorded step of each phase."""
+    rows = [
+        ["step", "phase", "prompt", "completion", "reward", "by function", "advantage", "ended"]
+    ]
+    for phase in sorted({row["place"][1] for row in samples}):
+        own = [row for row in samples if row["place"][1] == phase]
+        steps = sorted({row["place"][0] for row in own})
+        for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
+            groups = defaultdict(list)
+            for row in own:
+                if row["place"][0] == step:
+                    groups[row["place"]].append(row)
+            for group in [*groups.values()][:2]:
+                group.sort(key=lambda row: -row["reward"])
+                for place in dict.fromkeys((0, len(group) // 2, len(group) - 1)):
+                    row = group[place]
+                    parts = [f"{name} {show(value)}" for name, value in row["rewards"].items()]
+                    texts = [shown_text(row["prompt"]), shown_text(row.get("completion"))]
+                    ended = "yes" if row.get("finished") else "no"
+                    facts = [row["reward"], ", ".join(parts), row.get("advantage"), ended]
+                    rows.append([step, phase, *texts, *facts])
+    return rows
+
+
+def is_constant(runs: list[Run], name: str) -> bool:
+    """Return whether a series has one value in all steps of all runs."""
+    values = set()
+    count = 0
+    for run in runs:
+        points = run.log.series.get(name, [])
+        count += len(points)
+        values |= {str(point.value) for point in points}
+    return count > len(runs) and len(values) == 1
 
 
 def stream_rows(run: Run) -> list[list]:
@@ -736,6 +802,8 @@ def draw_family(page: list[str], runs: list[Run], family: Family) -> None:
     for run in runs:
         others |= dict.fromkeys(run.log.series)
     others = [name for name in others if name not in {*family.main_series, *NOT_DRAWN}]
+    constant = [name for name in others if is_constant(runs, name)]
+    others = [name for name in others if name not in constant]
     groups = [([name], AXES) for name in family.main_series]
     for names, axes in [*groups, (others, ["step"])]:
         page.append('<div class="plots">')
@@ -743,6 +811,14 @@ def draw_family(page: list[str], runs: list[Run], family: Family) -> None:
             if any({name, axis} <= run.log.series.keys() for run in runs):
                 draw_series(page, runs, name, axis)
         page.append("</div>\n")
+    values = []
+    for name in constant:
+        point = next(run.log.series[name][0] for run in runs if run.log.series.get(name))
+        values.append(f"{name} {show(point.value)}")
+    if values:
+        page.append(
+            f"<p>Not drawn, because it never changes: {html.escape(', '.join(values))}</p>\n"
+        )
 
 
 def render(runs: list[Run]) -> str:
@@ -755,6 +831,7 @@ def render(runs: list[Run]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{CSS}</style></head><body>\n<h1>{title}</h1>\n"
     ]
+    samples = {run.name: read_samples(run) for run in runs}
     for run in runs:
         page += [f"<p>{html.escape(f'{run.name}: {note}')}</p>\n" for note in run.notes]
     if len({run.result.get("manifest_sha256") for run in runs} - {None}) > 1:
@@ -769,6 +846,9 @@ def render(runs: list[Run]) -> str:
         if run.result.get("before"):
             page.append(f"<h2>{html.escape(run.name)}: held-out scores before and after</h2>\n")
             page.append(html_table(gain_rows(run.result)))
+    for name, rows in samples.items():
+        if rows:
+            page.append(f"<h2>{html.escape(name)}: samples</h2>\n{html_table(sample_rows(rows))}")
     for key, family in FAMILIES.items():
         members = [run for run in runs if run.family == key]
         if members:
