@@ -5756,7 +5756,8 @@ def stored_scores(path, key, count):
     renamed or cut it.
     """
     content = path.read_bytes() if path.is_file() else b""
-    digest, content = content[:32], content[32:]
+    digest = content[:32]
+    content = content[32:]
     if len(content) != 16 * count or hashlib.sha256(key + content).digest() != digest:
         return None
     return np.frombuffer(content).reshape(-1, 2).copy()
