@@ -3144,6 +3144,15 @@ def read_delta_file(data, base):
     settings = header["settings"]
     is_whole = header.keys() >= {"tokenizer_sha256", "meta"} and "shape" in settings
     require(is_whole and isinstance(header["meta"], dict), "its header is not whole")
+    tokenizer = header["meta"].setdefault("tokenizer", "bytes")
+    is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
+    require(is_name and tokenizer.isprintable(), "the header's tokenizer is none")
+    is_coded = type(settings["bits"]) is int and 1 <= settings["bits"] <= 8
+    require(is_coded and type(settings["group"]) is int, "its bits or its group are none")
+    require(settings["method"] in ("bitdelta", "deltaquant"), "its method is none")
+    require(settings["scale_bits"] in (16, 32), "its scale_bits are none")
+    require(isinstance(settings["shape"], dict), "its shape is none")
+    require(isinstance(header["tokenizer_sha256"], str), "its tokenizer_sha256 is none")
     digest = hash_weights(base)
     require(settings["base"] == digest, f"of another base, not of SHA-256 {digest[:12]}")
     sizes = {name: w.numel() for name, w in base.items() if tensor_class(name, w) == "matrix"}
@@ -3518,10 +3527,15 @@ def copy_tokenizer(header, out, *models):
     target = out.absolute().parent / name
     for path in [target, *(model.parent / name for model in models)]:
         if path.is_file() and sha256_file(path) == header["tokenizer_sha256"]:
-            replace_file(target, path.read_bytes())
+            if path != target:
+                replace_file(target, path.read_bytes())
+                print(f"{target}: the tokenizer that {out} needs beside it")
             return
         if path == target and path.exists():
-            raise UserError(f"OUT {str(out)!r}: {path} is of another model; choose another folder")
+            raise UserError(
+                f"OUT {str(out)!r}: its tokenizer must stand beside it as {path}, but that file is of "
+                "another model; choose another folder for OUT, a new one for example"
+            )
     sys.stderr.write(f"{out}: sample.py needs TOKENIZER_PATH, for no {name} was found to copy\n")
 
 
@@ -3863,9 +3877,10 @@ def pack(args):
     """Write a checkpoint's artifact, every weight at the nearest code, and its tokenizer beside."""
     source = read_weights(args.model, args.weights)
     settings = load_defaults(source)
-    data = pack_model(source, settings)
     header = read_header(source, settings.tokenizer_path)
+    # First, because packing takes a while: another model's tokenizer may be there.
     copy_tokenizer(header, args.out, Path(settings.tokenizer_path), source.path)
+    data = pack_model(source, settings)
     replace_file(args.out, data)
     print(f"{args.out}: {len(data)} bytes")
 

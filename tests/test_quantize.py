@@ -156,8 +156,13 @@ def test_the_tokenizer_is_copied_beside_what_is_written(call, trained, tmp_path)
     other = tmp_path / "other"
     for folder in (out, out / "deeper", other):
         folder.mkdir()
-    assert call("pack", trained, out / "a.upar")[0] == 0
+    code, output, _ = call("pack", trained, out / "a.upar")
+    assert (
+        code == 0 and f"{out / 'tokenizer.model'}: the tokenizer that {out / 'a.upar'} ne" in output
+    )
     assert (out / "tokenizer.model").read_bytes() == content
+    code, output, _ = call("pack", trained, out / "again.upar")  # an equal one is there
+    assert code == 0 and "tokenizer.model" not in output
     assert call("unpack", out / "a.upar", out / "deeper" / "folder")[0] == 0
     assert (out / "deeper" / "tokenizer.model").read_bytes() == content
     environ = environment(ARTIFACT=out / "a.upar", PROMPT="a", MAX_NEW_TOKENS=3)
@@ -165,8 +170,9 @@ def test_the_tokenizer_is_copied_beside_what_is_written(call, trained, tmp_path)
     assert done.returncode == 0, done.stderr
     (other / "tokenizer.model").write_bytes(b"mine")
     for words in (["pack", trained], ["unpack", trained]):
-        code, _, error = call(*words, other / "b")
-        assert code == 2 and "tokenizer.model is of another model; choose another folder" in error
+        with mock.patch.object(Q, "quantize_all", side_effect=AssertionError("began to work")):
+            code, _, error = call(*words, other / "b")
+        assert code == 2 and "tokenizer.model, but that file is of another model; choose" in error
     assert [path.name for path in other.iterdir()] == ["tokenizer.model"]
     (out / "tokenizer.model").unlink()
     code, _, error = call("pack", out / "a.upar", tmp_path / "c.upar")
