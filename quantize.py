@@ -3210,10 +3210,20 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
+    require(isinstance(meta, dict), "meta.json has no object")
     if meta.get("shape"):
         return meta["shape"]
     identity = meta["identity"]
     return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
+
+
+def require_weights(tensors):
+    """Raise ArtifactError unless the content of a model.pt is name -> tensor of weights."""
+    require(isinstance(tensors, dict), "model.pt has no names of tensors")
+    for name, tensor in tensors.items():
+        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        is_weight = is_plain and tensor.is_floating_point()
+        require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
 
 
 def checked_config(shape, source):
@@ -3267,12 +3277,9 @@ def check_tensors(network, tensors, source):
             raise UserError(
                 f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}"
             )
-        tensor = tensors[name]
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise UserError(f"{source} has no weights under the name {name!r}")
-        if tensor.shape != param.shape:
+        if tensors[name].shape != param.shape:
             raise UserError(
-                f"{source} has the tensor {name!r} of shape {tuple(tensor.shape)}, which is "
+                f"{source} has the tensor {name!r} of shape {tuple(tensors[name].shape)}, which is "
                 f"{tuple(param.shape)} in this script; {CHANGED_COPY}"
             )
 
@@ -3434,6 +3441,7 @@ def read_checkpoint(folder, average):
             coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
             return Weights(folder, tensors, meta["shape"], meta["header"], coded)
         shape = stored_shape(meta)
+        require_weights(tensors)
         training = {}
         if (folder / "training.pt").is_file():  # the folder `final` of a run has none
             training = load(folder / "training.pt")

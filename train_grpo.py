@@ -3389,10 +3389,20 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
+    require(isinstance(meta, dict), "meta.json has no object")
     if meta.get("shape"):
         return meta["shape"]
     identity = meta["identity"]
     return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
+
+
+def require_weights(tensors):
+    """Raise ArtifactError unless the content of a model.pt is name -> tensor of weights."""
+    require(isinstance(tensors, dict), "model.pt has no names of tensors")
+    for name, tensor in tensors.items():
+        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        is_weight = is_plain and tensor.is_floating_point()
+        require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
 
 
 def checked_config(shape, source):
@@ -3446,12 +3456,9 @@ def check_tensors(network, tensors, source):
             raise UserError(
                 f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}"
             )
-        tensor = tensors[name]
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise UserError(f"{source} has no weights under the name {name!r}")
-        if tensor.shape != param.shape:
+        if tensors[name].shape != param.shape:
             raise UserError(
-                f"{source} has the tensor {name!r} of shape {tuple(tensor.shape)}, which is "
+                f"{source} has the tensor {name!r} of shape {tuple(tensors[name].shape)}, which is "
                 f"{tuple(param.shape)} in this script; {CHANGED_COPY}"
             )
 
@@ -3498,7 +3505,7 @@ def read_stored(name, path):
             tensors = torch.load(
                 file / "model.pt", map_location="cpu", weights_only=True, mmap=True
             )
-            require(isinstance(tensors, dict), "model.pt has no tensors")
+            require_weights(tensors)
         except Exception as error:  # a forged file may raise anything
             reason = " ".join(str(error).split()) or repr(error)
             raise UserError(f"{name}={path!r}: checkpoint {file} is none: {reason:.300}") from None
@@ -3570,7 +3577,8 @@ def assemble(config, tensors, source):
     source: where they are from, for a UserError about tensors that are not the network's.
     """
     network = empty_network(config, source)
-    ranks = [len(tensor) for key, tensor in tensors.items() if key.endswith(".lora_a")]
+    adapters = [tensor for key, tensor in tensors.items() if key.endswith(".lora_a")]
+    ranks = [len(tensor) for tensor in adapters if tensor.ndim == 2]
     with torch.device("meta"):  # takes no memory: the tensors become the weights
         if ranks:
             setup_lora_adapter(network, ranks[0])

@@ -955,14 +955,18 @@ def test_the_guides_commands_on_one_process(place):
         ["RUN_ID", "CONFIG"],
         ["RESUME"],
         ["REPLAY"],
+        ["RUN_ID", "INIT_FROM", "CONFIG"],
     ]
-    for changes, patch in zip(given, (stop_at(6), "", ""), strict=True):
+    data = place.folder / "embedded"  # the default, which ./run.sh prepares
+    command = [sys.executable, ROOT / "data" / "prepare.py", "--out", data]
+    subprocess.run(command, check=True, capture_output=True)
+    for changes, patch in zip(given, (stop_at(6), "", "", ""), strict=True):
         base = {**place.unset, "RUN_ID": None}
         if "CONFIG" in changes:
             changes["CONFIG"] = ROOT / changes["CONFIG"]
-            changes["DATA_PATH"] = place.folder / "embedded"  # the default, which ./run.sh prepares
-            command = [sys.executable, ROOT / "data" / "prepare.py", "--out", changes["DATA_PATH"]]
-            subprocess.run(command, check=True, capture_output=True)
+            changes["DATA_PATH"] = data
+        if "INIT_FROM" in changes:
+            changes["INIT_FROM"] = place.folder / "guide" / "base"
         place.run("guide", patch, 143 if patch else 0, **{**base, **changes})
     (again,) = place.folder.glob("guide/run_*/model.upar")
     assert again.read_bytes() == (place.folder / "guide" / "base" / "model.upar").read_bytes()

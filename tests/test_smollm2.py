@@ -4,6 +4,7 @@ All of these are marked full: to make the folder of transformers takes half a mi
 """
 
 import importlib.util
+import json
 import random
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 import sample
 import train_sft as S
-from conftest import ROOT, environment, start
+from conftest import ROOT, environment, start, write_lines
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("one_thread")]
 INSTALL = (
@@ -199,3 +200,71 @@ def test_a_plain_export_chats_and_stops(imported_smollm2, theirs, tmp_path):
         ids = network.generate(**inputs, max_new_tokens=40, do_sample=False)
         texts.append(words.decode(ids[0]))
     assert texts[0] == texts[1] and texts[0].endswith("is Paris.<|im_end|>")
+
+
+# ------------------------------------------------------------------------------------- training it on
+def train(script, folder, start_from, out, **changes):
+    """Return result.json and the log of a run from a start, at the defaults but for `changes`."""
+    given = dict(OUT_DIR=folder, RUN_ID=out, INIT_FROM=start_from, **changes)
+    done = start([ROOT / f"{script}.py"], environment(**given))
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    result = json.loads((folder / out / "result.json").read_text())
+    log = (folder / out / "log.txt").read_text().partition("=" * 120 + "\n")[2]
+    assert result["train_seconds"] < result["settings"]["max_wallclock_seconds"]
+    assert "packing_lost" not in log and "over_clock" not in log
+    return result, log
+
+
+def sums(count):
+    """Return rows that ask for a sum, all of them answered in one form."""
+    pairs = [(n % 37 + 3, n % 11 + 2) for n in range(count)]
+    return [
+        {"instruction": f"What is {a} plus {b}?", "output": f"{a} + {b} = {a + b}"}
+        for a, b in pairs
+    ]
+
+
+def test_ten_steps_of_adapters_improve_held_out_rows(imported_smollm2, tmp_path):
+    """At the defaults of an imported start; from the trained weights and from the artifact."""
+    rows = write_lines(tmp_path / "rows.jsonl", sums(120))
+    few = dict(TRAIN_FILES=rows, EVAL_PROMPTS=12, TRAIN_SEQ_LEN=64, TRAIN_BATCH_TOKENS=256)
+    few |= dict(LORA_RANK=8, MAX_WALLCLOCK_SECONDS=300)
+    result, log = train("train_sft", tmp_path, imported_smollm2, "sft", ITERATIONS=10, **few)
+    chosen = dict(learning_rate=2e-4, qat=False, ema=False, swa=False, artifact_bytes_max=0)
+    chosen |= dict(matrix_bits=8, reserve_seconds=39.0)
+    assert {name: result["settings"][name] for name in chosen} == chosen
+    assert (
+        "start: the model was imported, so these settings, where they are not given, are: " in log
+    )
+    assert "\n* LEARNING_RATE=0.0002\n" in log
+    before, after, packed = (result[name]["loss"][0] for name in ("before", "after", "packed"))
+    assert after < before - 0.1 and packed < before - 0.1 and abs(packed - after) < 0.02
+    assert result["gain"]["loss"][1] > 0
+    # A run from that run is one of an imported model, too, and begins where it ended.
+    again, log = train("train_sft", tmp_path, tmp_path / "sft", "on", ITERATIONS=1, **few)
+    assert again["settings"]["learning_rate"] == 2e-4
+    assert again["before"]["loss"] == pytest.approx(result["after"]["loss"], abs=1e-4)
+    assert f"start: {tmp_path / 'sft' / 'final'}\n" in log
+
+
+def test_pairs_and_rewards_end_inside_their_clock(imported_smollm2, tmp_path):
+    rows = sums(40)
+    pairs = [
+        dict(prompt=row["instruction"], chosen=row["output"], rejected="I do not know")
+        for row in rows
+    ]
+    problems = [dict(prompt=row["instruction"], answer=row["output"]) for row in rows]
+    few = dict(EVAL_PROMPTS=2, ITERATIONS=2, MAX_WALLCLOCK_SECONDS=300)
+    path = write_lines(tmp_path / "pairs.jsonl", pairs)
+    given = dict(few, TRAIN_FILES=path, PAIRS_PER_STEP=2, TRAIN_SEQ_LEN=64)
+    result, _ = train("train_dpo", tmp_path, imported_smollm2, "dpo", **given)
+    assert result["settings"]["learning_rate"] == 1e-5 and result["steps"] == 2
+    (tmp_path / "rewards.py").write_text(
+        "def digits(prompts, completions, **_):\n"
+        "    return [sum(map(str.isdigit, text)) / (1 + len(text)) for text in completions]\n"
+    )
+    path = write_lines(tmp_path / "problems.jsonl", problems)
+    given = dict(few, TRAIN_FILES=path, REWARD=f"{tmp_path}/rewards.py:digits")
+    given |= dict(PROMPTS_PER_STEP=2, GROUP_SIZE=2, MINI_BATCHES=1, MAX_NEW_TOKENS=8)
+    result, _ = train("train_grpo", tmp_path, imported_smollm2, "grpo", **given)
+    assert result["settings"]["learning_rate"] == 1e-6 and result["steps"] == 2
