@@ -5768,7 +5768,7 @@ def stored_scores(path, key, count):
     content = content[32:]
     if len(content) != 16 * count or hashlib.sha256(key + content).digest() != digest:
         return None
-    return np.frombuffer(scores).reshape(-1, 2).copy()
+    return np.frombuffer(content).reshape(-1, 2).copy()
 
 
 def reference_scores(trainer, parts, run):
