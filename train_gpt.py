@@ -27,7 +27,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import re
 import resource
 import shlex
@@ -3772,17 +3771,6 @@ PACKING_NATS = 0.05  # more nats per token lost by packing than this are reporte
 MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
 METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:.0f}"}
 CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
-# What torch.load and load_state_dict raise for a file that torch.save has not written so.
-LOAD_ERRORS = (
-    AttributeError,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-)
 
 
 def write_checkpoint(folder, parts, meta):
@@ -4285,7 +4273,7 @@ class Run(Saved):
                     part.load_state_dict(states[name])
         except torch.OutOfMemoryError:
             raise
-        except LOAD_ERRORS as error:
+        except Exception as error:  # torch.load raises anything for what torch.save did not write
             fault = " ".join(str(error).split())
             raise UserError(
                 f"RESUME: {folder} is no checkpoint of this run: {fault:.300}"

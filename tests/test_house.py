@@ -20,17 +20,17 @@ LINES_PER_CONFIG, COLUMNS = 15, 120
 # Tokens at most, as tools/tokens.py counts them. These limits are lifted while published models, rows
 # and rewards as users write them are made to work; the changes after that set them anew.
 TOKENS = {
-    "train_gpt.py": 30_000,
-    "train_sft.py": 38_000,
-    "train_dpo.py": 38_000,
-    "train_ppo.py": 40_000,
-    "train_grpo.py": 40_000,
-    "train_gspo.py": 40_000,
-    "quantize.py": 34_000,
-    "sample.py": 30_000,
+    "train_gpt.py": 31_500,
+    "train_sft.py": 39_500,
+    "train_dpo.py": 38_500,
+    "train_ppo.py": 43_500,
+    "train_grpo.py": 44_000,
+    "train_gspo.py": 44_000,
+    "quantize.py": 35_000,
+    "sample.py": 32_500,
 }
 POLICIES = ["train_grpo.py", "train_gspo.py", "train_ppo.py"]
-TOKENS_OF_KERNELS, TOKENS_OF_MODEL = 3_300, 8_000
+TOKENS_OF_KERNELS, TOKENS_OF_MODEL = 3_400, 8_000
 TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_CLASS = 2_000, 500, 2_000
 CALLED = ("forward", "backward", "train", "train_step")  # by PyTorch, or in programs
 SETTINGS, OTHER_SETTINGS = 61, 62

@@ -554,6 +554,7 @@ def test_model_config_takes_the_shape_from_the_settings():
     fixed = {"vocab_size": 300, "bos_id": 1, "layers": "g s1 g", "norms": "rms rms rms"}
     assert {name: shape.pop(name) for name in fixed} == fixed
     facts = {
+        "context": 0,
         "residual_mix": True,
         "unet_skips": False,
         "logit_softcap": 30.0,
