@@ -4308,6 +4308,14 @@ def describe_start(settings, source, values):
     return "\n".join(lines)
 
 
+def is_imported(shape, tokenizer_file):
+    """Return whether a network came from a model of transformers, also in runs that began with it.
+
+    shape: fields of its GPTConfig. Imports before 2026-11-27 are known by their tokenizer alone.
+    """
+    return bool(shape.get("context")) or tokenizer_file == "imported.tiktoken"
+
+
 def reserve_for(weights):
     """Return RESERVE_SECONDS that suffice to pack so many weights of an imported model."""
     # Two threads of a CPU pack 5 million weights in a second.
@@ -5032,14 +5040,14 @@ def score_table(columns, names):
 HANG_SECONDS = 120.0
 
 
-def imported_values(tokenizer_file, weights, lora_rank):
+def imported_values(imported, weights, lora_rank):
     """Return the settings that an imported start has in place of the defaults, {} for another start.
 
     Its weights are a good model already: high rates ruin it in a few steps. So do averages with
     weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
     lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
     """
-    if tokenizer_file != "imported.tiktoken":
+    if not imported:
         return {}
     rate, lora_rate = IMPORTED_RATES
     return {
@@ -5064,13 +5072,15 @@ def start_settings(given):
     stored = read_stored("INIT_FROM", start_file(given["INIT_FROM"]))
     weights = sum(tensor.numel() for tensor in stored.tensors.values())
     lora_rank = given.get("LORA_RANK", "0") != "0"
-    return imported_values(stored.tokenizer.name, weights, lora_rank)
+    imported = is_imported(stored.shape, stored.tokenizer.name)
+    return imported_values(imported, weights, lora_rank)
 
 
 def start_note(settings, network, tokenizer, source):
     """Return the lines of the log on INIT_FROM; see describe_start."""
     weights = count_parameters(network)["total"]
-    values = imported_values(tokenizer.file, weights, settings.lora_rank)
+    imported = is_imported(vars(network.config), tokenizer.file)
+    values = imported_values(imported, weights, settings.lora_rank)
     return describe_start(settings, source, values)
 
 

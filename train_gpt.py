@@ -3915,6 +3915,14 @@ def describe_start(settings, source, values):
     return "\n".join(lines)
 
 
+def is_imported(shape, tokenizer_file):
+    """Return whether a network came from a model of transformers, also in runs that began with it.
+
+    shape: fields of its GPTConfig. Imports before 2026-11-27 are known by their tokenizer alone.
+    """
+    return bool(shape.get("context")) or tokenizer_file == "imported.tiktoken"
+
+
 def reserve_for(weights):
     """Return RESERVE_SECONDS that suffice to pack so many weights of an imported model."""
     # Two threads of a CPU pack 5 million weights in a second.
@@ -4500,7 +4508,7 @@ def read_start(path):
 
 def imported_values(stored):
     """Return the settings that an imported start has in place of the defaults, {} for another."""
-    if stored.tokenizer.name != "imported.tiktoken":
+    if not is_imported(stored.shape, stored.tokenizer.name):
         return {}
     weights = sum(tensor.numel() for tensor in stored.tensors.values())
     return {**IMPORTED_DEFAULTS, "reserve_seconds": reserve_for(weights)}

@@ -346,6 +346,23 @@ UNLIKE = [
 ]
 
 
+@pytest.mark.parametrize("script", [S, train_grpo])
+def test_an_imported_start_is_known_whatever_its_tokenizer(imported, script):
+    """It has rates of its own, also if its tokenizer is a SentencePiece model or bytes."""
+    _, _, out = imported("llama")
+    rate, lora_rate = script.IMPORTED_RATES
+    values = script.start_settings({"INIT_FROM": str(out)})
+    assert (values["learning_rate"], values["qat"], values["artifact_bytes_max"]) == (
+        rate,
+        False,
+        0,
+    )
+    assert (
+        script.start_settings({"INIT_FROM": str(out), "LORA_RANK": "4"})["learning_rate"]
+        == lora_rate
+    )
+
+
 def test_export_like_another_model_is_an_error(imported, call, tmp_path):
     """One line names what differs, or the tensor that a folder lacks. Nothing is left behind."""
     from safetensors.torch import save_file
@@ -561,7 +578,7 @@ def train_adapters(folder, out):
     )
     settings = dict(INIT_FROM=out, TRAIN_FILES=rows, ITERATIONS=9, COMPILE=0, RUN_ID="tuned")
     settings |= dict(MAX_WALLCLOCK_SECONDS=0, OUT_DIR=folder.parent, TRAIN_SEQ_LEN=64, QAT=0)
-    settings |= dict(LORA_RANK=4, LORA_ALPHA=12)
+    settings |= dict(LORA_RANK=4, LORA_ALPHA=12, EMA=1, LEARNING_RATE=0.003)
     done = start([ROOT / "train_sft.py"], environment(**settings), Path(folder.parent))
     assert done.returncode == 0, done.stderr
     return folder.parent / "tuned"
