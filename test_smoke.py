@@ -85,7 +85,8 @@ def test_loss_rate_and_phases_of_a_run(place, first):
     losses = list(place.logged("first", "train_loss").values())
     assert len(losses) == 30 and losses[0] == pytest.approx(math.log(400), abs=0.02)
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
-    rates = [min(1.0, (30 - step) / 15) for step in range(1, 31)]  # a warmdown over the last half
+    # A warmdown over the last half, in which no step has a rate of 0.
+    rates = [min(1.0, (31 - step) / 15) for step in range(1, 31)]
     assert list(place.logged("first", "lr_mul").values()) == pytest.approx(rates, abs=1e-4)
     expected = zip(PHASES, (0.0, 0.5, 0.85, 0.9, 0.85), (1, 16, 26, 28, 26), strict=True)
     phases = place.result("first")["phases"]
@@ -357,13 +358,13 @@ def error_lines(place, out):
 
 
 def test_a_run_too_short_for_its_phases_fails_and_names_them(place):
-    """Two steps, which begin before the time of any step is known, at 0% of the run."""
+    """A step or two, which begin before the time of any step is known, at 0% of the run."""
     clock = dict(ITERATIONS=0, MAX_WALLCLOCK_SECONDS=0.002, RESERVE_SECONDS=0.001)
     place.run("short", code=1, **clock)
     line = "error: phase {} was enabled and never fired; everything was saved"
     assert sorted(error_lines(place, "short")) == sorted(map(line.format, PHASES))
     result = place.result("short")
-    assert "qat" not in result["phases"] and result["steps"] == 2
+    assert "qat" not in result["phases"] and result["steps"] in (1, 2)
     assert hashlib.sha256(place.artifact("short")).hexdigest() == result["artifact_sha256"]
 
 

@@ -44,7 +44,7 @@ def header(base, method="bitdelta", **changes):
         scale=0.125,
         shape={},
     )
-    return {"tokenizer_sha256": "t", "meta": {}, "settings": {**own, **changes}}
+    return {"tokenizer_sha256": "t", "meta": {"tokenizer": "bytes"}, "settings": {**own, **changes}}
 
 
 def pair(shapes, kind="gaussian"):

@@ -184,7 +184,9 @@ def test_the_artifact_gives_back_the_network_that_qat_trained(choice, tmp_path):
         values = {name: param.clone() for name, param in net.named_parameters()}
     coded = T.quantize_all(net.state_dict(), table)
     (tmp_path / "m.upar").write_bytes(
-        T.pack_artifact(net.state_dict(), coded, settings=vars(net.config))
+        T.pack_artifact(
+            net.state_dict(), coded, settings=vars(net.config), tokenizer_sha256="", meta={}
+        )
     )
     header, tensors, _ = T.read_artifact(tmp_path / "m.upar")
     packed = T.GPT(T.GPTConfig(**header["settings"]))

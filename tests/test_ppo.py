@@ -718,7 +718,7 @@ def test_a_reward_model_that_is_not_finite_is_one_line(monkeypatch):
     scripted(monkeypatch, P)
     judge = valued()
     judge.w_value.data.fill_(math.inf)
-    assert "must be finite and below 1e15" in refused(
+    assert "REWARD_MODEL: gives a score that is not finite" in refused(
         trainer(reward_model=judge).train_step, QUERIES, None
     )
 

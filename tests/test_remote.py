@@ -185,7 +185,7 @@ def test_the_tokenizer(exported, transformers, tmp_path, kind):
         sentencepiece_model(run / kind)
     elif kind == "imported.tiktoken":
         train_tokenizer("llama3").save(str(tmp_path / "tokenizer.json"))
-        (run / kind).write_bytes(Q.hf_tokenizer(tmp_path).content)
+        (run / kind).write_bytes(Q.hf_tokenizer(tmp_path, 1000).content)
     tokenizer = S.load_tokenizer(run / kind)
     changes = dict(vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
     exported(T.GPT(dataclasses.replace(network().config, **changes)))
@@ -227,7 +227,7 @@ def test_conversations(exported, transformers, tmp_path, kind):
         names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
         config = names | {"chat_template": template}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        (run / kind).write_bytes(Q.hf_tokenizer(tmp_path).content)
+        (run / kind).write_bytes(Q.hf_tokenizer(tmp_path, 1000).content)
         tokenizer = sample.load_tokenizer(run / kind)
     else:
         tokenizer = sample.load_tokenizer("bytes")

@@ -224,14 +224,23 @@ def test_pass_at_k_by_enumeration(place, tmp_path, monkeypatch):
         subsets = [*itertools.combinations(range(6), k)]
         chances = [statistics.fmean(min(subset) < count for subset in subsets) for count in right]
         assert scores[f"pass{k}"] == pytest.approx(S.interval(chances), abs=1e-12)
-    assert [*scores] == ["greedy", "pass1", "pass2", "pass4", "pass6", "n", "samples"]
+    assert [*scores] == [
+        "greedy",
+        "pass1",
+        "pass2",
+        "pass4",
+        "pass6",
+        "rewards/exact",
+        "n",
+        "samples",
+    ]
     assert (scores["n"], scores["samples"]) == (5, 6)
 
 
 def test_a_reward_of_1_or_more_is_right(place, tmp_path, monkeypatch):
     """Of rows as GSM8K has them, and by a function that sees prompts and answers."""
     rows = [{"question": f"how many {i}?", "answer": f"so #### {i}"} for i in range(4)]
-    bad = [{"question": "x", "answer": " "}, "{", {"question": "y"}, {"prompt": "z"}]
+    bad = [{"question": "", "answer": "1"}, "{", {"text": "y"}, []]
     path = write(tmp_path, "gsm.jsonl", *rows, *bad)
     texts = [["#### 0"], ["it is 1."], ["2 #### 7"], ["#### 3.0"]]
     source = "def graded(prompts, completions, answer):\n    return [{}]\n"
@@ -248,7 +257,7 @@ def test_a_reward_of_1_or_more_is_right(place, tmp_path, monkeypatch):
         scores = scored(place, "task", path, **changes)
         assert scores["greedy"] == S.interval([*map(float, right)]) == scores["pass1"]
     scripted(monkeypatch, texts)
-    with pytest.raises(ValueError, match="longer"):
+    with pytest.raises(S.UserError, match="must return a list of 4 numbers"):
         scored(place, "task", path, **{**changes, "reward": f"{tmp_path}/short.py:graded"})
 
 
