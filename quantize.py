@@ -27,7 +27,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import re
 import shlex
 import shutil
@@ -3222,6 +3221,7 @@ def require_weights(tensors):
     require(isinstance(tensors, dict), "model.pt has no names of tensors")
     for name, tensor in tensors.items():
         is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_nested
         is_weight = is_plain and tensor.is_floating_point()
         require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
 
@@ -3236,7 +3236,7 @@ def checked_config(shape, source):
     for name in shape:
         if name not in GPTConfig.__dataclass_fields__:
             raise UserError(
-                f"{source} has the field {name!r} that this script does not know; {CHANGED_COPY}"
+                f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}"
             )
     for one in fields(GPTConfig):
         value = shape.get(one.name, 0)
@@ -3246,6 +3246,9 @@ def checked_config(shape, source):
                 f"{source} has the field {one.name}={value!r:.80}: must be of type "
                 f"{one.type.__name__}"
             )
+    scaling = shape.get("rope_scaling") or []
+    if len(scaling) not in (0, 4) or any(type(one) not in (int, float) for one in scaling):
+        raise UserError(f"{source} has the field rope_scaling={scaling!r:.80}: must be 4 numbers")
     if str(shape.get("layers")).count(" ") > MAX_LAYERS:
         raise UserError(f"{source} has more than {MAX_LAYERS} layers")
     try:
@@ -3270,7 +3273,7 @@ def check_tensors(network, tensors, source):
     for name in tensors:
         if name not in expected:
             raise UserError(
-                f"{source} has the tensor {name!r} that this script does not know; {CHANGED_COPY}"
+                f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}"
             )
     for name, param in expected.items():
         if name not in tensors:
@@ -3428,6 +3431,15 @@ def merge_adapters(tensors):
     return merged
 
 
+def require_codes(coded, tensors):
+    """Raise ArtifactError unless the codes are those of the weights beside them."""
+    for name, part in coded.items():
+        is_coded = name in tensors and type(part.bits) is int
+        values = dequantize(part.codes, part.scale) if is_coded else None
+        is_equal = is_coded and torch.equal(values.view_as(tensors[name]), tensors[name])
+        require(is_equal, f"coded.pt has codes of other weights under {name!r:.80}")
+
+
 def read_checkpoint(folder, average):
     """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError.
 
@@ -3437,11 +3449,12 @@ def read_checkpoint(folder, average):
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         tensors = load(folder / "model.pt")
+        require_weights(tensors)
         if "header" in meta:  # of `unpack` or `apply`
             coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
+            require_codes(coded, tensors)
             return Weights(folder, tensors, meta["shape"], meta["header"], coded)
         shape = stored_shape(meta)
-        require_weights(tensors)
         training = {}
         if (folder / "training.pt").is_file():  # the folder `final` of a run has none
             training = load(folder / "training.pt")
@@ -3449,6 +3462,7 @@ def read_checkpoint(folder, average):
             require(training[average]["count"] > 0, "none had been collected when it was saved")
             trained = [name for name in tensors if ".lora_" in name] or tensors
             tensors |= dict(zip(trained, training[average]["values"], strict=True))
+            require_weights(tensors)
         return Weights(
             folder,
             merge_adapters(tensors),
@@ -3458,8 +3472,8 @@ def read_checkpoint(folder, average):
             average=average,
             unmerged=tensors,
         )
-    except (LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # a forged file may raise anything
+        reason = (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"{folder}: no checkpoint with {average} weights: {reason}") from None
 
 

@@ -3383,6 +3383,7 @@ def require_weights(tensors):
     require(isinstance(tensors, dict), "model.pt has no names of tensors")
     for name, tensor in tensors.items():
         is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_nested
         is_weight = is_plain and tensor.is_floating_point()
         require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
 
@@ -3397,7 +3398,7 @@ def checked_config(shape, source):
     for name in shape:
         if name not in GPTConfig.__dataclass_fields__:
             raise UserError(
-                f"{source} has the field {name!r} that this script does not know; {CHANGED_COPY}"
+                f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}"
             )
     for one in fields(GPTConfig):
         value = shape.get(one.name, 0)
@@ -3407,6 +3408,9 @@ def checked_config(shape, source):
                 f"{source} has the field {one.name}={value!r:.80}: must be of type "
                 f"{one.type.__name__}"
             )
+    scaling = shape.get("rope_scaling") or []
+    if len(scaling) not in (0, 4) or any(type(one) not in (int, float) for one in scaling):
+        raise UserError(f"{source} has the field rope_scaling={scaling!r:.80}: must be 4 numbers")
     if str(shape.get("layers")).count(" ") > MAX_LAYERS:
         raise UserError(f"{source} has more than {MAX_LAYERS} layers")
     try:
@@ -3431,7 +3435,7 @@ def check_tensors(network, tensors, source):
     for name in tensors:
         if name not in expected:
             raise UserError(
-                f"{source} has the tensor {name!r} that this script does not know; {CHANGED_COPY}"
+                f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}"
             )
     for name, param in expected.items():
         if name not in tensors:

@@ -667,3 +667,50 @@ def test_bits_of_a_normal_tensor_are_those_of_the_guide():
         entropy = -(share[share > 0] * np.log2(share[share > 0])).sum()
         assert scale.item() == pytest.approx(step, rel=0.01)
         assert entropy == pytest.approx(bits, abs=0.06)
+
+
+def reseal(folder):
+    """Write SHA256SUMS of what the folder has now."""
+    files = sorted(path for path in folder.iterdir() if path.name != "SHA256SUMS")
+    lines = [f"{Q.sha256_file(path)}  {path.name}\n" for path in files]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "fault"),
+    [
+        ("model.pt", lambda w: None, "no names of tensors"),
+        ("model.pt", lambda w: w | {"embed": w["embed"].to("meta")}, "no weights under 'embed'"),
+        ("model.pt", lambda w: w | {"embed": w["embed"].to_sparse()}, "no weights under 'embed'"),
+        ("coded.pt", lambda c: None, "no attribute 'items'"),
+        ("coded.pt", lambda c: {name: [p[0], 1, p[2]] for name, p in c.items()}, "subscriptable"),
+        (
+            "coded.pt",
+            lambda c: {name: [p[0] + 1, *p[1:]] for name, p in c.items()},
+            "other weights",
+        ),
+    ],
+)
+def test_forged_folders_are_one_line(call, place, tmp_path, file, change, fault):
+    folder = tmp_path / "folder"
+    assert call("unpack", place / "run" / "model.upar", folder)[0] == 0
+    torch.save(change(torch.load(folder / file)), folder / file)
+    reseal(folder)
+    for words in (["pack", folder, tmp_path / "m.upar"], ["compare", folder, place / "run"]):
+        code, _, error = call(*words)
+        assert code == 2 and fault in error
+
+
+@pytest.mark.parametrize("training", [None, [1], "a", {"exporter": None}, {"exporter": [1]}])
+def test_forged_training_is_one_line(call, tmp_path, training):
+    step = save(tmp_path / "run", network()) / "step_000020"
+    torch.save(training, step / "training.pt")
+    reseal(step)
+    code, _, error = call("compare", tmp_path / "run", tmp_path / "run")
+    assert code == 2 and "no checkpoint with raw weights" in error
+
+
+def test_scaling_of_rope_has_four_numbers():
+    for value in ([1.0], [1.0, 2.0, 3.0, "4"]):
+        with pytest.raises(Q.UserError, match="rope_scaling=.*must be 4 numbers"):
+            Q.checked_config({**vars(network().config), "rope_scaling": value}, "x")
