@@ -238,7 +238,7 @@ def test_ten_steps_of_adapters_improve_held_out_rows(imported_smollm2, tmp_path)
     )
     assert "\n* LEARNING_RATE=0.0002\n" in log
     before, after, packed = (result[name]["loss"][0] for name in ("before", "after", "packed"))
-    assert after < before - 0.1 and packed < before - 0.1 and abs(packed - after) < 0.02
+    assert after < before - 0.1 and packed < before - 0.1 and abs(packed - after) < 0.05
     assert result["gain"]["loss"][1] > 0
     # A run from that run is one of an imported model, too, and begins where it ended.
     again, log = train("train_sft", tmp_path, tmp_path / "sft", "on", ITERATIONS=1, **few)
