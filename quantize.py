@@ -3131,8 +3131,8 @@ def read_codes(file, states, count, settings):
     return torch.from_numpy(symbols.view(np.int8))
 
 
-def read_delta_file(data, base):
-    """Return the header and the weights of a delta file; any error if it is not whole."""
+def read_delta_header(data):
+    """Return the header of a delta file, and its streams as a file; any error if it is not whole."""
     require(data.startswith(DELTA_MAGIC), "is no delta")
     require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
     _, version, length = DELTA_PREFIX.unpack_from(data)
@@ -3152,6 +3152,13 @@ def read_delta_file(data, base):
     require(settings["scale_bits"] in (16, 32), "its scale_bits are none")
     require(isinstance(settings["shape"], dict), "its shape is none")
     require(isinstance(header["tokenizer_sha256"], str), "its tokenizer_sha256 is none")
+    return header, file
+
+
+def read_delta_file(data, base):
+    """Return the header and the weights of a delta file; any error if it is not whole."""
+    header, file = read_delta_header(data)
+    settings = header["settings"]
     digest = hash_weights(base)
     require(settings["base"] == digest, f"of another base, not of SHA-256 {digest[:12]}")
     sizes = {name: w.numel() for name, w in base.items() if tensor_class(name, w) == "matrix"}
