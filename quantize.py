@@ -76,7 +76,7 @@ class Settings:
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "plain"
-    matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
+    matrix_bits: int = bounded(6, 2, 8)  # of a matrix: 8 root mean squares are 2**(bits-1) - 1 steps
     # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix
     delta_group: int = bounded(128, -1, 1 << 20)
     delta_scale_bits: Literal["16", "32"] = "32"  # of a scale of bitdelta
@@ -2704,6 +2704,17 @@ class RansCoder:
         return symbols
 
 
+def check_header(header):
+    """Raise ArtifactError unless a header is an object that names the model's tokenizer."""
+    require(isinstance(header, dict), "its header is no object")
+    for key, kind in {"meta": dict, "tokenizer_sha256": str}.items():
+        require(isinstance(header.get(key), kind), f"the header's {key} is none")
+    tokenizer = header["meta"].setdefault("tokenizer", "bytes")
+    # It is looked for beside the model.
+    is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
+    require(is_name and tokenizer.isprintable(), "the header's tokenizer is none")
+
+
 def read_artifact_header(data):
     """Return the header of an artifact and a file at its streams. Raises ArtifactError if damaged."""
     require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
@@ -2716,14 +2727,9 @@ def read_artifact_header(data):
     file.seek(ARTIFACT_PREFIX.size)
     frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
     header = json.loads(frame.read(HEADER_LIMIT))
-    require(isinstance(header, dict), "its header is no object")
-    kinds = {"streams": dict, "settings": dict, "meta": dict, "tokenizer_sha256": str}
-    for key, kind in kinds.items():
-        require(isinstance(header.get(key), kind), f"the header's {key} is none")
-    tokenizer = header["meta"].setdefault("tokenizer", "bytes")
-    # It is looked for beside the artifact.
-    is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
-    require(is_name and tokenizer.isprintable(), "the header's tokenizer is none")
+    check_header(header)
+    for key in ("streams", "settings"):
+        require(isinstance(header.get(key), dict), f"the header's {key} is none")
     return header, file
 
 
@@ -3140,18 +3146,13 @@ def read_delta_header(data):
     file = io.BytesIO(data[DELTA_PREFIX.size : -32])
     frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
     header = json.loads(frame.read(1 << 20))  # no more than this is unpacked
+    check_header(header)
     settings = header["settings"]
-    is_whole = header.keys() >= {"tokenizer_sha256", "meta"} and "shape" in settings
-    require(is_whole and isinstance(header["meta"], dict), "its header is not whole")
-    tokenizer = header["meta"].setdefault("tokenizer", "bytes")
-    is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
-    require(is_name and tokenizer.isprintable(), "the header's tokenizer is none")
     is_coded = type(settings["bits"]) is int and 1 <= settings["bits"] <= 8
     require(is_coded and type(settings["group"]) is int, "its bits or its group are none")
     require(settings["method"] in ("bitdelta", "deltaquant"), "its method is none")
     require(settings["scale_bits"] in (16, 32), "its scale_bits are none")
     require(isinstance(settings["shape"], dict), "its shape is none")
-    require(isinstance(header["tokenizer_sha256"], str), "its tokenizer_sha256 is none")
     return header, file
 
 
@@ -3458,6 +3459,7 @@ def read_checkpoint(folder, average):
         tensors = load(folder / "model.pt")
         require_weights(tensors)
         if "header" in meta:  # of `unpack` or `apply`
+            check_header(meta["header"])
             coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
             require_codes(coded, tensors)
             return Weights(folder, tensors, meta["shape"], meta["header"], coded)

@@ -151,7 +151,7 @@ class Settings:
     swa: bool = True  # plain average of the last weights, a candidate at the end
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
-    matrix_bits: int = bounded(6, 2, 8)  # bits of a matrix code, up to 2**(bits-1) - 1
+    matrix_bits: int = bounded(6, 2, 8)  # of a matrix: 8 root mean squares are 2**(bits-1) - 1 steps
     artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 
     def __post_init__(self):
@@ -3104,6 +3104,17 @@ class RansCoder:
         return symbols
 
 
+def check_header(header):
+    """Raise ArtifactError unless a header is an object that names the model's tokenizer."""
+    require(isinstance(header, dict), "its header is no object")
+    for key, kind in {"meta": dict, "tokenizer_sha256": str}.items():
+        require(isinstance(header.get(key), kind), f"the header's {key} is none")
+    tokenizer = header["meta"].setdefault("tokenizer", "bytes")
+    # It is looked for beside the model.
+    is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
+    require(is_name and tokenizer.isprintable(), "the header's tokenizer is none")
+
+
 def read_artifact_header(data):
     """Return the header of an artifact and a file at its streams. Raises ArtifactError if damaged."""
     require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
@@ -3116,14 +3127,9 @@ def read_artifact_header(data):
     file.seek(ARTIFACT_PREFIX.size)
     frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
     header = json.loads(frame.read(HEADER_LIMIT))
-    require(isinstance(header, dict), "its header is no object")
-    kinds = {"streams": dict, "settings": dict, "meta": dict, "tokenizer_sha256": str}
-    for key, kind in kinds.items():
-        require(isinstance(header.get(key), kind), f"the header's {key} is none")
-    tokenizer = header["meta"].setdefault("tokenizer", "bytes")
-    # It is looked for beside the artifact.
-    is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
-    require(is_name and tokenizer.isprintable(), "the header's tokenizer is none")
+    check_header(header)
+    for key in ("streams", "settings"):
+        require(isinstance(header.get(key), dict), f"the header's {key} is none")
     return header, file
 
 

@@ -16,6 +16,7 @@ import torch
 from test_model import config
 
 import quantize as Q
+import sample as S
 import train_gpt as T
 from conftest import ROOT, TINY, blocks, environment, start
 
@@ -410,6 +411,38 @@ def test_forged_headers_are_one_line(call, place, tmp_path):
         forge(path, lie, 5)
         code, _, error = call("info", path)
         assert code == 2 and f"the header's {lie[-1]} is none" in error
+
+
+JUNK = [None, True, -1, 0, 2.5, 10**9, 1 << 70, math.nan, 1e400, "", "rans", "a\ud800"]
+JUNK += ["/dev/zero", [], [1 << 40, 0], {"a": 1}, [[]], "g " * 10_000]
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.full)])
+def test_a_value_of_any_type_anywhere_in_the_header_is_one_line(call, place, tmp_path, count):
+    """`call` asserts one line; sample.py's load_model raises a UserError or nothing."""
+    random = np.random.default_rng(0)
+    path = tmp_path / "m.upar"
+    good = place / "run" / "model.upar"
+    header, *_ = T.read_artifact(good)
+    streams = header["streams"]
+    places = [["settings", name] for name in header["settings"]]
+    places += [["meta", "seed"], ["meta", "tokenizer"], ["tokenizer_sha256"], ["streams"]]
+    places += [["streams", name] for name in streams]
+    places += [["streams", name, key] for name, record in streams.items() for key in record]
+    for _ in range(count):
+        shutil.copy(good, path)
+        lie = places[random.integers(len(places))]
+        forge(path, lie, JUNK[random.integers(len(JUNK))])
+        call("info", path, "--tensors")
+        call("unpack", path, tmp_path / "folder")
+        shutil.rmtree(tmp_path / "folder", ignore_errors=True)
+        call("compare", path, good)
+        code, output, error = call("verify", path)
+        assert code or "whole" in output
+        try:
+            S.load_model("ARTIFACT", str(path))
+        except S.UserError as fault:
+            assert "\n" not in str(fault), lie
 
 
 def test_verify_says_no(call, place, tmp_path):
