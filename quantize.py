@@ -76,7 +76,7 @@ class Settings:
     compile: bool = False  # torch.compile; on a CPU it needs a C++ compiler
     # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "plain"
-    matrix_bits: int = bounded(6, 2, 8)  # of a matrix: 8 root mean squares are 2**(bits-1) - 1 steps
+    matrix_bits: int = bounded(6, 2, 8)  # 8 root mean squares of a matrix are 2**(bits-1) - 1 steps
     # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix
     delta_group: int = bounded(128, -1, 1 << 20)
     delta_scale_bits: Literal["16", "32"] = "32"  # of a scale of bitdelta

@@ -139,7 +139,7 @@ class Settings:
     swa: bool = True  # plain average of the last weights, a candidate at the end
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
-    matrix_bits: int = bounded(6, 2, 8)  # of a matrix: 8 root mean squares are 2**(bits-1) - 1 steps
+    matrix_bits: int = bounded(6, 2, 8)  # 8 root mean squares of a matrix are 2**(bits-1) - 1 steps
     gptq_calibration_batches: int = 4  # for GPTQ at the end of a run without QAT; 0: no GPTQ
     artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 

@@ -153,7 +153,7 @@ class Settings:
     swa: bool = True  # plain average of the last weights, a candidate at the end
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
-    matrix_bits: int = bounded(6, 2, 8)  # of a matrix: 8 root mean squares are 2**(bits-1) - 1 steps
+    matrix_bits: int = bounded(6, 2, 8)  # 8 root mean squares of a matrix are 2**(bits-1) - 1 steps
     artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 
     def __post_init__(self):

@@ -244,6 +244,35 @@ def test_conversations(exported, transformers, tmp_path, kind):
     assert again.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == ids
 
 
+def test_conversations_with_tools(exported, transformers, tmp_path):
+    """Tools, calls, results, thoughts and lists of parts have the ids that sample.py gives them."""
+    exported(network())
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    function = {"name": "weather", "arguments": {"city": "Zürich"}}
+    call = {"id": "c1", "type": "function", "function": function}
+    text_call = {"function": {"name": "time", "arguments": '{"zone": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call, text_call]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "sunny", "reasoning_content": "it says so"},
+        {"role": "assistant", "content": "more", "tool_calls": [call]},
+        {"role": "user", "content": "b"},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    ids = found.apply_chat_template(messages, tools=tools, add_generation_prompt=True)["input_ids"]
+    row = {"tools": tools, "messages": messages}
+    turns = sample.leading_turns(row, sample.listed_turns(row, "messages", set()))
+    assert ids == sample.asked_ids(sample.load_tokenizer("bytes"), turns)
+    for wrong in (
+        {"role": "wizard", "content": ""},
+        {"role": "user", "content": [{"type": "image"}]},
+    ):
+        with pytest.raises(Exception, match="wizard|image"):
+            found.apply_chat_template([wrong])
+
+
 @torch.no_grad()
 def test_several_tokens_behind_a_cache(exported):
     """Logits of all tokens behind a cache, and a text that generate goes on with."""
