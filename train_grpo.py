@@ -4263,6 +4263,7 @@ class Run(Saved):
             faults.append(f"phase {name} was enabled and never fired")
         if 0 < self.settings.artifact_bytes_max < result["total_bytes"]:
             faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
+        faults += [f"the score {name} is not finite" for name in bad_scores(result)]
         if self.ended == "clock" and self.log.iterations:
             self.log(
                 f"note: the clock ended training after {self.step} of {self.log.iterations} steps; "
@@ -4272,6 +4273,20 @@ class Run(Saved):
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
+
+
+def bad_scores(result):
+    """Return the names of a result's scores that are not finite; of a mean with an interval, the mean."""
+    names = []
+    for name in ("val_loss", "val_bpb", "before", "after", "packed"):
+        scores = result.get(name, {})
+        if not isinstance(scores, dict):
+            scores = {"": scores}
+        for part, value in scores.items():
+            mean = value[0] if isinstance(value, list) else value
+            if isinstance(mean, float) and not math.isfinite(mean):
+                names.append(f"{name} {part}".strip())
+    return names
 
 
 def write_final(run, tensors, weights, tokenizer):

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -1135,3 +1136,12 @@ def test_mutated_facts_are_one_line(place, stopped, seed, tmp_path):
         facts = json.loads(path.read_text())
         own = {"run_id": "", "resume": "", "replay": ""}
         assert {**vars(settings), **own} == {**facts["settings"], **own}, said
+
+
+def test_a_score_that_is_not_finite_is_a_fault():
+    """Of a mean with an interval the mean counts: one row has no interval."""
+    nan = math.nan
+    good = {"val_loss": 1.0, "before": {"loss": [2.0, nan, nan], "n": 1}, "after": {"loss": 3.0}}
+    assert T.bad_scores(good) == []
+    bad = {"val_bpb": nan, "after": {"loss": [math.inf, 0.0, 1.0], "greedy": 0.5}}
+    assert T.bad_scores(bad) == ["val_bpb", "after loss"]
