@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -538,3 +539,19 @@ def call(capsys):
         return code, out, err
 
     return run
+
+
+@pytest.fixture(scope="module")
+def remote_transformers(tmp_path_factory):
+    """Return the package, which copies code that it loads into a folder of these tests."""
+    package = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("safetensors")
+    package.utils.logging.set_verbosity_error()
+    dynamic = importlib.import_module("transformers.dynamic_module_utils")
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("modules"))
+        patch.setattr(dynamic, "HF_MODULES_CACHE", folder)
+        patch.syspath_prepend(folder)
+        for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+            patch.delitem(sys.modules, name)
+        yield package

@@ -1,7 +1,6 @@
 """An export of a network that transformers has no class for: it brings its code and its tokenizer."""
 
 import dataclasses
-import importlib
 import io
 import json
 import subprocess
@@ -34,19 +33,8 @@ MODULE = "modeling_underpar.Underpar"
 
 
 @pytest.fixture(scope="module")
-def transformers(tmp_path_factory):
-    """Return the package, which copies code that it loads into a folder of these tests."""
-    package = pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("safetensors")
-    package.utils.logging.set_verbosity_error()
-    dynamic = importlib.import_module("transformers.dynamic_module_utils")
-    with pytest.MonkeyPatch.context() as patch:
-        folder = str(tmp_path_factory.mktemp("modules"))
-        patch.setattr(dynamic, "HF_MODULES_CACHE", folder)
-        patch.syspath_prepend(folder)
-        for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-            patch.delitem(sys.modules, name)
-        yield package
+def transformers(remote_transformers):
+    return remote_transformers
 
 
 @pytest.fixture

@@ -122,9 +122,9 @@ def two(place):
     return "two"
 
 
-def assert_close(place, out, other):
+def assert_close(place, out, other, loss_rel=1e-5):
     """Two runs had the same losses and gradient norms, and ended with the same scores."""
-    for name, rel in (("loss", 1e-5), ("grad_norm", 1e-4)):
+    for name, rel in (("loss", loss_rel), ("grad_norm", 1e-4)):
         ours, theirs = ({**place.logged(run, name)} for run in (out, other))
         for run, values in ((out, ours), (other, theirs)):
             values.pop(0, None)  # a held-out loss, as the last one
@@ -259,7 +259,8 @@ def test_every_optimizer(place, optimizer, ranks, lora):
         run_whole(place, whole, **given)
     out = f"{whole} on {ranks}"
     place.ranks(out, RECORD, ranks, **given)
-    assert_close(place, out, whole)
+    # Where a gradient is nearly 0, another order of sums turns the sign by which Lion moves.
+    assert_close(place, out, whole, 5e-5 if optimizer == "lion" else 1e-5)
     if not lora:
         assert_shares(place, out, whole, ranks)
 
@@ -303,8 +304,8 @@ T.SFTTrainer.forward_backward = forward_backward
     place.ranks("bad two", RECORD + bad)
     place.run("bad one", RECORD + bad, SHARD=0)
     for out in ("bad one", "bad two"):
-        events = place.result(out)["events"]
-        assert [event["event"] for event in events] == ["skipped_step"] * 2
+        events = [event["event"] for event in place.result(out)["events"]]
+        assert events.count("skipped_step") == 2
         before, after = (place.checkpoint(out, step) for step in (2, 4))
         assert all(torch.equal(before[name], after[name]) for name in before)
     two, one = (place.result(out)["after"]["loss"] for out in ("bad two", "bad one"))

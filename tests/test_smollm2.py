@@ -182,10 +182,9 @@ def test_export_in_the_form_of_the_original(imported_smollm2, smollm2, tmp_path)
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_a_plain_export_chats_and_stops(imported_smollm2, theirs, tmp_path):
+def test_a_plain_export_chats_and_stops(imported_smollm2, theirs, remote_transformers, tmp_path):
     """With its own template, its context and its stop tokens, as transformers has the original."""
-    import transformers
-
+    transformers = remote_transformers
     export(imported_smollm2, tmp_path / "plain")
     words = dict(pretrained_model_name_or_path=tmp_path / "plain", trust_remote_code=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(**words, dtype=torch.float32)
