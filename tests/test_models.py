@@ -610,6 +610,7 @@ def test_an_imported_model_is_trained_and_exported(transformers, imported, call)
             assert (network(ids) - load(out)(ids)).abs().max() > 1e-2
 
 
+@pytest.mark.full
 def test_an_imported_model_is_trained_in_shards_and_exported(transformers, imported):
     """Two ranks train Qwen3.5 with SHARD=1. What is exported has the logits of the checkpoint."""
     _, folder, out = imported("qwen3_5")
