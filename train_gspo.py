@@ -3426,6 +3426,8 @@ def checked_config(shape, source):
                 f"{source} has the field {one.name}={value!r:.80}: must be of type "
                 f"{one.type.__name__}"
             )
+        if type(value) is int and abs(value) >= 1 << 31:
+            raise UserError(f"{source} has the field {one.name}={value:.3g}: must be below 2**31")
     scaling = shape.get("rope_scaling") or []
     if len(scaling) not in (0, 4) or any(type(one) not in (int, float) for one in scaling):
         raise UserError(f"{source} has the field rope_scaling={scaling!r:.80}: must be 4 numbers")

@@ -2,6 +2,7 @@
 trained on; defaults of an imported start.
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -177,3 +178,10 @@ def test_what_does_not_fit_a_start(place, tmp_path):
     error = place.refused("tokenizer", **{**start, "INIT_FROM": other})
     assert "its tokenizer bytes is not that of DATA_PATH=" in error.replace(f"{tmp_path}/", "")
     assert "data/prepare.py TEXTS --tokenizer " in error
+
+
+@pytest.mark.parametrize("name", ["bos_id", "attn_window", "train_seq_len"])
+def test_a_number_that_no_tensor_takes(name):
+    shape = dataclasses.asdict(T.GPTConfig(64, 1, "a", "rms")) | {name: 2**64}
+    with pytest.raises(S.UserError, match=f"the field {name}=1.84e.19: must be below 2"):
+        S.checked_config(shape, "a file")
