@@ -543,37 +543,41 @@ def hidden_gpus():
     return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
 
 
-def process_group():
-    """Return whether the environment describes a process group, as torchrun does. Raises UserError
-    for one that it describes in part.
+def join_group(device):
+    """Join the process group that the environment describes, as torchrun does (NCCL or gloo).
+
+    Return whether there is one. Raises UserError for variables that describe none in full.
     """
     given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
-    if not given.get("LOCAL_RANK", "0").isdecimal():
-        raise UserError(
-            f"LOCAL_RANK={given['LOCAL_RANK']!r}: must be a whole number from 0, or unset"
-        )
     if not {"RANK", "WORLD_SIZE"} & given.keys():
         return False
     pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
-    missing = [name for name in RANK_VARIABLES if name not in given]
-    numbers = [given.get(name, "0") for name in RANK_VARIABLES if name != "MASTER_ADDR"]
     hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
-    if missing:
-        raise UserError(f"{pairs} without {' '.join(missing)}: {hint}")
-    if not all(re.fullmatch(r"\d{1,9}", number) for number in numbers):
-        raise UserError(f"{pairs}: must be whole numbers from 0; {hint}")
-    rank, world_size, local_rank, port = map(int, numbers)
-    if rank >= world_size or local_rank >= world_size or not 0 < port < 65536:
-        raise UserError(f"{pairs}: must have ranks below WORLD_SIZE and a port; {hint}")
-    if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        # Left over from another job, they name ranks that never come, and the wait is half an hour.
-        write_stream(sys.stderr, f"{pairs}: waiting for the other ranks; {hint}\n")
+    missing = [name for name in RANK_VARIABLES if name not in given]
+    try:
+        if missing:
+            raise ValueError(f"{' '.join(missing)} must be set, too")
+        world_size = int(given["WORLD_SIZE"])
+        if not 0 <= int(given["RANK"]) < world_size < 1 << 31 or given["MASTER_PORT"] == "0":
+            raise ValueError("must have a RANK below WORLD_SIZE, and a port")
+        if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            # Left over from another job, they name ranks that never come. The wait is half an hour.
+            write_stream(sys.stderr, f"{pairs}: waiting for the other ranks; {hint}\n")
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
+        reason, *_ = str(error).split("\n")
+        raise UserError(f"{pairs}: the ranks do not meet: {reason}; {hint}") from None
     return True
 
 
 def start_runtime(device):
-    """Join the process group that torchrun describes (NCCL or gloo), or be a single process."""
-    is_group = process_group()
+    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process."""
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if not local_rank.isdecimal():
+        raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
     use_cuda = device != "cpu" and torch.cuda.is_available()
     if not use_cuda and (device == "cuda" or (device == "auto" and hidden_gpus())):
         raise UserError(
@@ -582,12 +586,13 @@ def start_runtime(device):
         )
     place = torch.device("cpu")
     if use_cuda:
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        if place.index >= torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
+        if int(local_rank) >= gpus:
             raise UserError(
-                f"LOCAL_RANK={place.index}: PyTorch sees {torch.cuda.device_count()} GPUs; must be "
-                "below that (torchrun --nproc_per_node), or unset"
+                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
+                "--nproc_per_node), or unset"
             )
+        place = torch.device("cuda", int(local_rank))
         torch.cuda.set_device(place)
         # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
         # gradients are NaN (pytorch issue 196678).
@@ -595,16 +600,9 @@ def start_runtime(device):
     else:
         # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
         torch.set_flush_denormal(True)
-    if not is_group:
-        return Runtime(0, 1, place, False)
-    backend = "nccl" if use_cuda else "gloo"
-    try:
-        dist.init_process_group(backend, device_id=place if use_cuda else None)
-    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-        reason = str(error).split("\n")[0]
-        raise UserError(f"{address}: the ranks do not meet there: {reason}") from None
-    return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
+    if join_group(place):
+        return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
+    return Runtime(0, 1, place, False)
 
 
 def run_main(main):
@@ -619,8 +617,19 @@ def run_main(main):
     return code
 
 
+ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
+
+
+def report_error(text):
+    """Write an error to stderr and to ERROR_LOGS."""
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
+    for log in ERROR_LOGS:
+        log.write(text)
+
+
 def exit_code(main):
-    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults of one line.
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
 
     If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C.
     """
@@ -635,13 +644,13 @@ def exit_code(main):
         if rank != "0":
             time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
         message, *_ = str(error).split("\n")
-        write_stream(sys.stdout, "")
-        write_stream(sys.stderr, f"error: {message}\n")
+        report_error(f"error: {message}")
         return 2 if isinstance(error, UserError) else 1
-    except RuntimeError as error:
+    except Exception as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise
-        write_stream(sys.stderr, f"error: rank {rank} lost another rank; RESUME continues\n")
+            report_error(traceback.format_exc())
+            return 1
+        report_error(f"error: rank {rank} lost another rank; RESUME continues")
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
@@ -664,29 +673,23 @@ def list_checkpoints(run):
 def checkpoint_fault(folder):
     """Return what is wrong with a checkpoint, or "" if it is whole.
 
-    Its SHA256SUMS names meta.json, model.pt, in a run's folder step_<step> training.pt (not in the
-    step 0 of an imported model), and every other .pt file that is there, each once, and all of them
-    match.
+    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
+    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
+    other .pt file that is there.
     """
-    needed = {"meta.json", "model.pt", *(path.name for path in folder.glob("*.pt"))}
+    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("*.pt"))}
     if folder.name.startswith("step_") and folder.name != "step_000000":
-        needed.add("training.pt")
+        names.add("training.pt")
     try:
-        # Only a file that was cut short does not end in a newline.
-        *lines, rest = (folder / "SHA256SUMS").read_text(encoding="utf-8").split("\n")
-        names = set()
-        for line in [*lines, *filter(None, [rest])]:
-            entry = re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", line)
-            if rest or not entry or entry[2] in names:
-                return f"SHA256SUMS has the line {line!r:.90}, which is cut short, odd or double"
-            digest, name = entry.groups()
-            names.add(name)
-            if sha256_file(folder / name) != digest:
-                return f"{name} was changed"
+        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
+        for name in sorted(names):
+            line = f"{sha256_file(folder / name)}  {name}\n"
+            if line not in listed:
+                return f"{name} was changed, or SHA256SUMS does not name it"
+            listed.remove(line)
     except (OSError, ValueError) as error:
         return str(error)
-    missing = sorted(needed - names)
-    return f"SHA256SUMS does not name {' and '.join(missing)}" if missing else ""
+    return f"SHA256SUMS has the line {listed[0]!r:.90}, which is odd or double" if listed else ""
 
 
 def newest_checkpoint(folder):

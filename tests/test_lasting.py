@@ -246,7 +246,8 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(place, straight, stopped
     place.resume("damaged")
     log = place.log("damaged")
     assert (
-        f"checkpoint {folder}/step_000006 is damaged and skipped: training.pt was changed\n" in log
+        f"checkpoint {folder}/step_000006 is damaged and skipped: training.pt was changed, or "
+        in log
     )
     assert events(place, "damaged", "step") == [4]
     assert_same(place, "damaged", straight)
@@ -290,10 +291,11 @@ def test_a_folder_without_training_is_whole_if_it_lists_what_it_has(tmp_path):
     assert T.checkpoint_fault(folder) == "" and list(tmp_path.iterdir()) == [folder]
     lines = (folder / "SHA256SUMS").read_text().splitlines(keepends=True)
     (folder / "SHA256SUMS").write_text("".join(line for line in lines if "coded" not in line))
-    assert T.checkpoint_fault(folder) == "SHA256SUMS does not name coded.pt"
+    assert T.checkpoint_fault(folder) == "coded.pt was changed, or SHA256SUMS does not name it"
+    (folder / "coded.pt").unlink()
+    assert T.checkpoint_fault(folder) == ""
     folder.rename(tmp_path / "step_000003")
-    fault = "SHA256SUMS does not name coded.pt and training.pt"
-    assert T.checkpoint_fault(tmp_path / "step_000003") == fault
+    assert "step_000003/training.pt" in T.checkpoint_fault(tmp_path / "step_000003")
 
 
 # ------------------------------------------------------------------------------------------ signals
@@ -848,8 +850,11 @@ def test_the_exit_code_of_each_fault(error, code, line, capsys):
 
     assert T.exit_code(main) == code and capsys.readouterr().err == line
     assert T.exit_code(lambda: 143) == 143
-    with pytest.raises(ZeroDivisionError):  # a bug
-        T.exit_code(lambda: 1 / 0)
+    assert T.exit_code(lambda: 1 / 0) == 1  # a bug
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback ") and text.endswith(
+        "\nZeroDivisionError: division by zero\n\n"
+    )
 
 
 # -------------------------------------------------------------------------------------------- hangs
