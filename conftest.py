@@ -43,7 +43,6 @@ TINY = dict(
     ITERATIONS=30,
     MAX_WALLCLOCK_SECONDS=0,
     RESERVE_SECONDS=0,
-    GPTQ_CALIBRATION_BATCHES=2,
 )
 # Constants of a patched script: a log line for each step, and no untimed steps.
 CONSTANTS = "T.LOG_SECONDS = 0.0\nT.WARMUP_STEPS = 0\n"

@@ -179,6 +179,7 @@ RETIRED_SETTINGS = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "EMBED_BITS": 8,
+    "GPTQ_CALIBRATION_BATCHES": 0,  # quantize.py pack --gptq has it
     "HEAD_LR": 0.004,
     "LOGIT_SOFTCAP": 30.0,
     "LOG_SECONDS": 10.0,
@@ -2325,9 +2326,6 @@ class GPTConfig:
 
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
-    if hasattr(weight, "hessian"):  # section export calibrates GPTQ
-        rows = x.flatten(0, -2).float()
-        weight.hessian += rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
 
 

@@ -34,10 +34,9 @@ def recording(run, report):
     count_skipped(run, report)
 T.Run.count_skipped = recording
 """
-# A patch: what each step trains and what it leaves, in OUT_DIR.steps; a call of GPTQ would fail.
+# A patch: what each step trains and what it leaves, in OUT_DIR.steps.
 STEPS = """
 import os, torch
-T.gptq = None  # it is for runs without QAT
 facts = {}
 forward_backward, step, send_report = T.forward_backward, T.Optimizers.step, T.Clock.send_report
 def watched_forward(model, batches, number):

@@ -141,7 +141,6 @@ class Settings:
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
     matrix_bits: int = bounded(6, 2, 8)  # 8 root mean squares of a matrix are 2**(bits-1) - 1 steps
-    gptq_calibration_batches: int = 4  # for GPTQ at the end of a run without QAT; 0: no GPTQ
     artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 
     def __post_init__(self):
@@ -214,6 +213,7 @@ RETIRED_SETTINGS = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "EMBED_BITS": 8,
+    "GPTQ_CALIBRATION_BATCHES": 0,  # quantize.py pack --gptq has it
     "HEAD_LR": 0.004,
     "LOGIT_SOFTCAP": 30.0,
     "LOG_SECONDS": 10.0,
@@ -1664,9 +1664,6 @@ class GPTConfig:
 
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
-    if hasattr(weight, "hessian"):  # section export calibrates GPTQ
-        rows = x.flatten(0, -2).float()
-        weight.hessian += rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
 
 
@@ -2863,7 +2860,7 @@ def quant_table(settings):
 
 
 def quantize_groups(tensors, table):
-    """Yield names, weights (N, R, C), codes, scales and bits of those tensors whose class the table
+    """Yield names, codes (N, R, C), scales (N, 1) and bits of those tensors whose class the table
     has; the N tensors of one shape together, because many small operations keep a GPU waiting.
     """
     groups = collections.defaultdict(list)
@@ -2873,18 +2870,13 @@ def quantize_groups(tensors, table):
             groups[kind, w.flatten(1).shape].append(name)
     for (kind, _), names in groups.items():
         w = torch.stack([tensors[name].flatten(1) for name in names])
-        yield names, w, *quantize(w, **table[kind]), table[kind]["bits"]
+        yield names, *quantize(w, **table[kind]), table[kind]["bits"]
 
 
-def quantize_all(tensors, table, improve=None):
-    """Return name -> Coded of those tensors whose class the table has.
-
-    The codes are the nearest, or what `improve` returns, given what quantize_groups yields.
-    """
+def quantize_all(tensors, table):
+    """Return name -> Coded, with the nearest codes, of those tensors whose class the table has."""
     coded = {}
-    for names, w, codes, scales, bits in quantize_groups(tensors, table):
-        if improve:
-            codes = improve(names, w, codes, scales)
+    for names, codes, scales, bits in quantize_groups(tensors, table):
         for name, *parts in zip(names, codes, scales, strict=True):
             coded[name] = Coded(*parts, bits)
     return {name: coded[name] for name in tensors if name in coded}
@@ -2916,7 +2908,7 @@ def quantized(network, table):
     tensors = network.state_dict()
     params = []
     values = []
-    for names, _, codes, scales, _ in quantize_groups(tensors, table):
+    for names, codes, scales, _ in quantize_groups(tensors, table):
         group = [tensors[name] for name in names]
         params += group
         values += map(Tensor.view_as, dequantize(codes, scales), group)
@@ -3250,48 +3242,48 @@ def entropy_bytes(counts):
     return (counts * (totals / counts.clamp(min=1)).log2()).sum().item() / 8
 
 
-def zstd_bytes(name, symbols):
-    """Return the bytes that zstd makes of an embedding's symbols; of others infinity.
+def model_codes(codes):
+    """Return what is known of codes (name -> int32 (R, C)) before they are coded: arrays, pairs, counts.
 
-    It may be shorter than the coder, because rows of tokens that rarely occur are alike.
+    arrays: what is stored, by name: first the coder's own, then the symbols of each tensor. pairs
+    and counts, of count_symbols: of those tensors whose symbols rANS words are to replace.
     """
-    if tensor_class(name, symbols) != "embedding":
-        return math.inf
-    return len(ARTIFACT_ZSTD.compress(symbols.cpu().numpy().tobytes()))
+    pairs = {}
+    sizes = [torch.empty(0, dtype=torch.uint8)]
+    escapes = [torch.empty(0, dtype=torch.int32)]
+    counts = torch.zeros(97, 256, dtype=torch.int64)  # of all tensors that are coded by rANS
+    stored = {}
+    for name, tensor in codes.items():
+        symbols, beyond = split_escapes(tensor)
+        escapes.append(beyond.cpu())
+        stored[name] = symbols.cpu().numpy()
+        own_pairs, ends, count = count_symbols(symbols)
+        by_zstd = math.inf
+        if tensor_class(name, tensor) == "embedding":
+            # Rows of tokens that rarely occur are alike. Up to 3% of an artifact (docs/lab.md).
+            by_zstd = len(ARTIFACT_ZSTD.compress(stored[name].tobytes()))
+        if entropy_bytes(count) < by_zstd:
+            pairs[name] = own_pairs
+            sizes.append(ends.cpu())
+            counts += count.cpu()
+    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
+    lanes = min(4096, max(8, int(counts.sum()) // 8192))
+    coder_arrays = {
+        "lane_states": np.full(lanes, RANS_LOW, np.uint32),
+        "tables": np.stack([rans_table(count) for count in counts.numpy()]),
+        "sizes": torch.cat(sizes).numpy(),
+        "escapes": torch.cat(escapes).numpy(),
+    }
+    return {**coder_arrays, **stored}, pairs, counts
 
 
 def code_by_rans(codes):
-    """Return the arrays that codes (name -> int32 (R, C)) are stored as, by name.
-
-    First come the coder's own arrays, then for each tensor its rANS words, or else its symbols.
-    """
-    pairs = {}
-    sizes = [np.empty(0, np.uint8)]
-    escapes = [torch.empty(0, dtype=torch.int32)]
-    counts = torch.zeros(97, 256, dtype=torch.int64)  # of all tensors that are coded by rANS
-    arrays = {}
-    for name, tensor in codes.items():
-        symbols, beyond = split_escapes(tensor)
-        escapes.append(beyond)
-        arrays[name] = symbols.numpy()
-        own_pairs, ends, count = count_symbols(symbols)
-        if entropy_bytes(count) < zstd_bytes(name, symbols):
-            pairs[name] = own_pairs.numpy()
-            sizes.append(ends.numpy())
-            counts += count
-    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
-    lanes = min(4096, max(8, int(counts.sum()) // 8192))
-    states = np.full(lanes, RANS_LOW, np.uint32)
-    tables = np.stack([rans_table(count) for count in counts.numpy()])
-    coder = RansCoder(states, tables)
-    words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    coder_arrays = {
-        "lane_states": states,
-        "tables": tables,
-        "sizes": np.concatenate(sizes),
-        "escapes": torch.cat(escapes).numpy(),
-    }
-    return {**coder_arrays, **arrays, **words}
+    """Return the arrays that codes (name -> int32 (R, C)) are stored as, by name, see model_codes."""
+    arrays, pairs, _ = model_codes(codes)
+    coder = RansCoder(arrays["lane_states"], arrays["tables"])
+    for name in reversed(pairs):  # what is to be decoded first is encoded last
+        arrays[name] = coder.encode(pairs[name].cpu().numpy())
+    return arrays
 
 
 def pack_artifact(tensors, coded, **header):
@@ -3300,7 +3292,7 @@ def pack_artifact(tensors, coded, **header):
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
     """
-    arrays = code_by_rans({name: part.codes.cpu() for name, part in coded.items()})
+    arrays = code_by_rans({name: part.codes for name, part in coded.items()})
     for name, tensor in tensors.items():
         if name not in coded:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
@@ -3332,177 +3324,59 @@ def pack_artifact(tensors, coded, **header):
 
 
 # === shared: export ===
-GPTQ_BLOCK = 128  # columns whose errors reach the columns behind them in one product
-
-
-def gptq(w, scale, hessian):
-    """Return codes int32 (N, R, C) of w (N, R, C) that make the squared errors of outputs small.
-
-    GPTQ (arXiv 2210.17323, algorithm 1), in float64: column by column, the rounding error is spread
-    over the columns to come, as the hessian (N, C, C), the sum of x x^T over inputs x, says.
-    Damping by 0.01 of the mean diagonal, as in the paper, did worse than 0.1 (docs/lab.md).
-    scale (N, 1).
-    """
-    h = hessian.to(torch.float64, copy=True)
-    diagonal = h.diagonal(dim1=1, dim2=2)
-    diagonal += 0.1 * diagonal.mean(-1, keepdim=True) + 1e-9
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
-    spread = torch.linalg.cholesky(inverse, upper=True)
-    spread /= spread.diagonal(dim1=1, dim2=2)[..., None].clone()
-    scale = scale.double()
-    w = w.mT.double().contiguous()  # (N, C, R): columns become rows, which are read at once
-    for begin in range(0, w.size(1), GPTQ_BLOCK):
-        end = min(begin + GPTQ_BLOCK, w.size(1))
-        errors = []
-        for at in range(begin, end):
-            codes = (w[:, at] / scale).round_()
-            error = torch.addcmul(w[:, at], codes, scale, value=-1)
-            w[:, at:end].addcmul_(spread[:, at, at:end, None], error[:, None], value=-1)
-            errors.append(error)
-        w[:, end:] -= spread[:, begin:end, end:].mT @ torch.stack(errors, 1)
-    return (w / scale[..., None]).round_().mT.to(torch.int32)
+FIT_ATTEMPTS = 12  # coarse steps save less than is computed, so the limit is approached
 
 
 @dataclass
-class Exporter(Saved):
-    """Packs a network into an artifact of at most `limit` bytes."""
+class Quantizers(Saved):
+    """The quantizers of QAT and of the artifact; checkpoints keep how far the steps were widened."""
 
     STATE = ("table",)
 
-    network: nn.Module
-    table: dict  # see quant_table; fit_table widens its steps, for QAT and export alike
-    limit: float
-    run: "Run"
-    header: dict  # see pack_artifact
-    needed_seconds: float = 0.0  # of the clock, which GPTQ must leave
-    out_of_time: bool = False
+    table: dict  # see quant_table
 
-    def is_late(self):
-        """Return whether GPTQ must stop; once it must, the answer stays the same."""
-        clock = self.run.clock
-        self.out_of_time |= self.run.runtime.agree(
-            clock.elapsed() + self.needed_seconds > clock.limit
-        )
-        return self.out_of_time
 
-    def improve(self, names, w, codes, scales, hessians):
-        """Return codes of tensors by GPTQ, or the nearest ones if there is no time; see
-        quantize_all.
-        """
-        if self.is_late():
-            return codes
-        runtime = self.run.runtime
-        hessian = runtime.sum(torch.stack([hessians[name] for name in names]))
-        share = slice(runtime.rank, None, runtime.world_size)  # as in Muon
-        result = torch.zeros_like(codes)
-        result[share] = gptq(w[share], scales[share], hessian[share])
-        return runtime.sum(result)
+def fit_artifact(network, table, limit, header, run, pack=True):
+    """Return the quantizers, and the artifact that they make of a network, at most `limit` bytes.
 
-    def estimate(self, coded):
-        """Return the bytes of an artifact, about 0.1% too few or too many.
+    If the artifact exceeds the limit, all quantization steps are scaled up by the same factor, and
+    it is packed again. If nothing fits, the last attempt is returned. header: see pack_artifact.
+    Without `pack` the length is estimated, and no artifact is made.
+    """
+    tensors = network.state_dict()
+    data = b""
+    widen = 1.0
+    for _ in range(FIT_ATTEMPTS):
+        wider = {}
+        for kind, quantizer in table.items():
+            wider[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
+        coded = quantize_all(tensors, wider)
+        if pack:
+            # Rank 0's artifact is the one that is written; others may differ in a last digit.
+            data = run.runtime.agree(pack_artifact(tensors, coded, **header))
+            size = len(data)
+        else:
+            size = run.runtime.agree(estimate_bytes(tensors, coded, header))
+        run.log(f"sizes: {size} bytes, at most {limit:.0f}; steps wider by {widen - 1:+.2%}")
+        if size <= limit:
+            break
+        # Steps twice as wide save one bit per weight. The aim is a little below the limit.
+        weights = sum(part.codes.numel() for part in coded.values())
+        widen = min(256.0, widen * 2 ** (8 * (size - 0.998 * limit) / weights))
+    return wider, data
 
-        Only counts of codes leave the device. To pack 30 million weights takes seconds.
-        """
-        controls = self.network.state_dict()
-        counts = torch.zeros(97, 256, dtype=torch.int64)
-        sizes = b""
-        escapes = b""
-        size = 26 * len(coded)  # of records in the header, and of the ends of streams
-        for name, part in coded.items():
-            del controls[name]
-            symbols, beyond = split_escapes(part.codes)
-            escapes += beyond.cpu().numpy().tobytes()
-            _, ends, count = count_symbols(symbols)
-            frame = zstd_bytes(name, symbols)
-            if frame < entropy_bytes(count):
-                size += frame
-            else:
-                counts += count.cpu()
-                sizes += ends.cpu().numpy().tobytes()
-        tables = np.stack([rans_table(count) for count in counts.numpy()])
-        frames = map(ARTIFACT_ZSTD.compress, [tables.tobytes(), sizes, escapes])
-        parts = [pack_artifact(controls, {}, **self.header), *frames]
-        return size + entropy_bytes(counts) + sum(map(len, parts))
 
-    def fit(self, target, hessians, pack=True):
-        """Return the factor of all steps, quantizers, and their artifact of at most `target` bytes.
+def estimate_bytes(tensors, coded, header):
+    """Return the length of an artifact to about 0.2%, by the entropy of its codes.
 
-        If nothing fits, they are the last that were tried.
-
-        The artifact is packed once its estimated size is below the target; without `pack` never.
-        """
-        tensors = self.network.state_dict()
-        improve = functools.partial(self.improve, hessians=hessians) if hessians else None
-        data = b""
-        widen = 1.0
-        for attempt in range(12):
-            table = {}
-            for kind, quantizer in self.table.items():
-                table[kind] = {**quantizer, "clip_sigmas": quantizer["clip_sigmas"] * widen}
-            coded = quantize_all(tensors, table, improve)
-            size = self.run.runtime.agree(self.estimate(coded))
-            if pack and (size <= target or attempt > 10):
-                # Rank 0's artifact is the one that is written; others may differ in a last digit.
-                data = self.run.runtime.agree(pack_artifact(tensors, coded, **self.header))
-                size = len(data)
-            self.run.log(
-                f"sizes: {size:.0f} bytes, at most {target:.0f}; steps wider by {widen - 1:+.2%}"
-            )
-            if size <= target:
-                break
-            # Steps twice as wide save one bit per weight. Coarse steps save less, so the aim is a
-            # little below the target, and it may take some attempts.
-            weights = sum(part.codes.numel() for part in coded.values())
-            excess = size - 0.998 * target
-            widen = min(256.0, widen * 2 ** (8 * excess / weights))
-        return widen, table, data
-
-    def fit_table(self):
-        """Widen all steps by one factor if the artifact would be too long."""
-        # The weights are yet to change, so 1% is left free.
-        _, self.table, _ = self.fit(0.99 * self.limit, {}, pack=False)
-
-    @torch.no_grad()
-    def calibrate(self, calibration):
-        """Return this rank's part of GPTQ's Hessians by name, from what layers read."""
-        hessians = {}
-        for name, param in self.network.named_parameters():
-            if tensor_class(name, param) in self.table:
-                columns = param.flatten(1).size(1)
-                # `linear` adds to it x x^T of all inputs x.
-                hessians[name] = param.hessian = param.new_zeros(columns, columns)
-        # TF32 keeps all digits of a bfloat16 input. On a CPU this changes nothing. Compiled code is
-        # compiled again if it is not as it was.
-        allowed = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = True
-        for inputs in calibration:
-            if self.is_late():
-                break
-            self.network(*inputs)
-        torch.backends.cuda.matmul.allow_tf32 = allowed
-        for param in self.network.parameters():
-            vars(param).pop("hessian", None)
-        return hessians  # zeros for tables that are only looked up, which gives the nearest codes
-
-    @torch.no_grad()
-    def pack(self, calibration):
-        """Return the artifact: the nearest codes or, with `calibration`, those of GPTQ.
-
-        calibration: micro-batches from which GPTQ learns the inputs of layers. The clock runs;
-        tensors that GPTQ has no time for keep the nearest codes.
-        """
-        begin = self.run.clock.elapsed()
-        _, self.table, data = self.fit(self.limit, {})
-        if not calibration:
-            return data
-        # To pack GPTQ's codes takes as long again, or longer if steps are to be fitted.
-        self.needed_seconds = 2 * (self.run.clock.elapsed() - begin)
-        widen, _, gptq_data = self.fit(self.limit, self.calibrate(calibration))
-        if self.out_of_time:
-            self.run.event("gptq_out_of_time")
-        # GPTQ's codes take more bytes, many more if steps are coarse. It loses if steps become over
-        # a tenth wider (docs/lab.md).
-        return data if widen > 1.1 else gptq_data
+    It takes a fraction of the time that coding takes, and the clock of training runs.
+    """
+    arrays, pairs, counts = model_codes({name: part.codes for name, part in coded.items()})
+    controls = {name: w for name, w in tensors.items() if name not in coded}
+    size = len(pack_artifact(controls, {}, **header)) + entropy_bytes(counts)
+    for name in arrays.keys() - pairs.keys():
+        size += len(ARTIFACT_ZSTD.compress(arrays[name].tobytes()))
+    return round(size) + 26 * len(coded)  # of records in the header, and of the ends of streams
 
 
 # === end: export ===
@@ -4525,7 +4399,6 @@ IMPORTED_DEFAULTS = {
     "ema": False,
     "swa": False,
     "qat": False,
-    "gptq_calibration_batches": 0,
     "matrix_bits": 8,
     "artifact_bytes_max": 0,
 }
@@ -4751,13 +4624,13 @@ def log_step(run, metrics):
     return report.stop_requested
 
 
-def choose_weights(exporter, averages, run, score):
+def choose_weights(network, table, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
     score: () -> Score of the network as it is. An average is left out, with an event, if the clock
     has no time to score it. Without averages nothing is scored. Return a name.
     """
-    params = [param.detach() for param in exporter.network.parameters()]
+    params = [param.detach() for param in network.parameters()]
     candidates = {"raw": params}
     for name, average in averages.items():
         if average.count:
@@ -4772,7 +4645,7 @@ def choose_weights(exporter, averages, run, score):
         if scores and run.runtime.agree(run.clock.limit - begin < 2 * scoring_seconds):
             run.event("weights_left_out", weights=name)
             continue
-        with swapped(params, values), quantized(exporter.network, exporter.table):
+        with swapped(params, values), quantized(network, table):
             scores[name] = score()
         scoring_seconds = run.clock.elapsed() - begin
         run.log(f"weights: {name}, quantized, on held-out training tokens {scores[name]}")
@@ -4868,18 +4741,14 @@ def main():
     scorer = Scorer(
         tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log, data.byte_share()
     )
-    exporter = Exporter(
-        network,
-        quant_table(settings),
-        limit=(settings.artifact_bytes_max or math.inf) - run.code_bytes,
-        run=run,
-        header={
-            "settings": asdict(config),
-            "tokenizer_sha256": tokenizer.sha256,
-            "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
-        },
-    )
-    run.parts.update(network=network, optimizers=optimizers, exporter=exporter, **averages)
+    quantizers = Quantizers(quant_table(settings))
+    limit = (settings.artifact_bytes_max or math.inf) - run.code_bytes
+    header = {
+        "settings": asdict(config),
+        "tokenizer_sha256": tokenizer.sha256,
+        "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
+    }
+    run.parts.update(network=network, optimizers=optimizers, exporter=quantizers, **averages)
     if checkpoint:
         run.load(checkpoint)
     elif start:
@@ -4916,12 +4785,16 @@ def main():
         for name in plan.begin_phases(run.step, progress):
             log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
             if name == "qat":
-                exporter.fit_table()
+                # Training goes on with the steps of the artifact. 1% is left for what it changes.
+                quantizers.table, _ = fit_artifact(
+                    network, quantizers.table, 0.99 * limit, header, run, pack=False
+                )
         multiplier = plan.rates(progress)
 
         # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
         # artifact, and the gradient is applied to the unrounded weights (straight through).
-        with quantized(network, exporter.table) if plan.is_on("qat") else contextlib.nullcontext():
+        is_rounded = plan.is_on("qat")
+        with quantized(network, quantizers.table) if is_rounded else contextlib.nullcontext():
             loss = forward_backward(model, batches, run.step)
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         norm, extra = optimizers.reduce_gradients(runtime, settings.grad_clip_norm, extra)
@@ -4951,16 +4824,9 @@ def main():
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    chosen = choose_weights(
-        exporter, averages, run, functools.partial(scorer.score, model, data.held_out)
-    )
-    # QAT fits the weights to the codes. Without it GPTQ chooses the codes, by the training batches
-    # that would come next.
-    calibration = []
-    if "qat" not in plan.phases:
-        for number in range(settings.gptq_calibration_batches):
-            calibration += batches.micro_batches(run.step + number)
-    content = exporter.pack(calibration)
+    score = functools.partial(scorer.score, model, data.held_out)
+    chosen = choose_weights(network, quantizers.table, averages, run, score)
+    _, content = fit_artifact(network, quantizers.table, limit, header, run)
     clock.stop()
     artifact = run.write_artifact(content)
     write_final(run, network.state_dict(), chosen, tokenizer)

@@ -234,6 +234,7 @@ RETIRED_SETTINGS = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "EMBED_BITS": 8,
+    "GPTQ_CALIBRATION_BATCHES": 0,  # quantize.py pack --gptq has it
     "HEAD_LR": 0.004,
     "LOGIT_SOFTCAP": 30.0,
     "LOG_SECONDS": 10.0,
@@ -1729,9 +1730,6 @@ class GPTConfig:
 
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
-    if hasattr(weight, "hessian"):  # section export calibrates GPTQ
-        rows = x.flatten(0, -2).float()
-        weight.hessian += rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
 
 
@@ -2912,7 +2910,7 @@ def quant_table(settings):
 
 
 def quantize_groups(tensors, table):
-    """Yield names, weights (N, R, C), codes, scales and bits of those tensors whose class the table
+    """Yield names, codes (N, R, C), scales (N, 1) and bits of those tensors whose class the table
     has; the N tensors of one shape together, because many small operations keep a GPU waiting.
     """
     groups = collections.defaultdict(list)
@@ -2922,18 +2920,13 @@ def quantize_groups(tensors, table):
             groups[kind, w.flatten(1).shape].append(name)
     for (kind, _), names in groups.items():
         w = torch.stack([tensors[name].flatten(1) for name in names])
-        yield names, w, *quantize(w, **table[kind]), table[kind]["bits"]
+        yield names, *quantize(w, **table[kind]), table[kind]["bits"]
 
 
-def quantize_all(tensors, table, improve=None):
-    """Return name -> Coded of those tensors whose class the table has.
-
-    The codes are the nearest, or what `improve` returns, given what quantize_groups yields.
-    """
+def quantize_all(tensors, table):
+    """Return name -> Coded, with the nearest codes, of those tensors whose class the table has."""
     coded = {}
-    for names, w, codes, scales, bits in quantize_groups(tensors, table):
-        if improve:
-            codes = improve(names, w, codes, scales)
+    for names, codes, scales, bits in quantize_groups(tensors, table):
         for name, *parts in zip(names, codes, scales, strict=True):
             coded[name] = Coded(*parts, bits)
     return {name: coded[name] for name in tensors if name in coded}
@@ -2965,7 +2958,7 @@ def quantized(network, table):
     tensors = network.state_dict()
     params = []
     values = []
-    for names, _, codes, scales, _ in quantize_groups(tensors, table):
+    for names, codes, scales, _ in quantize_groups(tensors, table):
         group = [tensors[name] for name in names]
         params += group
         values += map(Tensor.view_as, dequantize(codes, scales), group)
@@ -3299,48 +3292,48 @@ def entropy_bytes(counts):
     return (counts * (totals / counts.clamp(min=1)).log2()).sum().item() / 8
 
 
-def zstd_bytes(name, symbols):
-    """Return the bytes that zstd makes of an embedding's symbols; of others infinity.
+def model_codes(codes):
+    """Return what is known of codes (name -> int32 (R, C)) before they are coded: arrays, pairs, counts.
 
-    It may be shorter than the coder, because rows of tokens that rarely occur are alike.
+    arrays: what is stored, by name: first the coder's own, then the symbols of each tensor. pairs
+    and counts, of count_symbols: of those tensors whose symbols rANS words are to replace.
     """
-    if tensor_class(name, symbols) != "embedding":
-        return math.inf
-    return len(ARTIFACT_ZSTD.compress(symbols.cpu().numpy().tobytes()))
+    pairs = {}
+    sizes = [torch.empty(0, dtype=torch.uint8)]
+    escapes = [torch.empty(0, dtype=torch.int32)]
+    counts = torch.zeros(97, 256, dtype=torch.int64)  # of all tensors that are coded by rANS
+    stored = {}
+    for name, tensor in codes.items():
+        symbols, beyond = split_escapes(tensor)
+        escapes.append(beyond.cpu())
+        stored[name] = symbols.cpu().numpy()
+        own_pairs, ends, count = count_symbols(symbols)
+        by_zstd = math.inf
+        if tensor_class(name, tensor) == "embedding":
+            # Rows of tokens that rarely occur are alike. Up to 3% of an artifact (docs/lab.md).
+            by_zstd = len(ARTIFACT_ZSTD.compress(stored[name].tobytes()))
+        if entropy_bytes(count) < by_zstd:
+            pairs[name] = own_pairs
+            sizes.append(ends.cpu())
+            counts += count.cpu()
+    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
+    lanes = min(4096, max(8, int(counts.sum()) // 8192))
+    coder_arrays = {
+        "lane_states": np.full(lanes, RANS_LOW, np.uint32),
+        "tables": np.stack([rans_table(count) for count in counts.numpy()]),
+        "sizes": torch.cat(sizes).numpy(),
+        "escapes": torch.cat(escapes).numpy(),
+    }
+    return {**coder_arrays, **stored}, pairs, counts
 
 
 def code_by_rans(codes):
-    """Return the arrays that codes (name -> int32 (R, C)) are stored as, by name.
-
-    First come the coder's own arrays, then for each tensor its rANS words, or else its symbols.
-    """
-    pairs = {}
-    sizes = [np.empty(0, np.uint8)]
-    escapes = [torch.empty(0, dtype=torch.int32)]
-    counts = torch.zeros(97, 256, dtype=torch.int64)  # of all tensors that are coded by rANS
-    arrays = {}
-    for name, tensor in codes.items():
-        symbols, beyond = split_escapes(tensor)
-        escapes.append(beyond)
-        arrays[name] = symbols.numpy()
-        own_pairs, ends, count = count_symbols(symbols)
-        if entropy_bytes(count) < zstd_bytes(name, symbols):
-            pairs[name] = own_pairs.numpy()
-            sizes.append(ends.numpy())
-            counts += count
-    # Lanes move side by side, so many are fast; each of them costs 2 bytes.
-    lanes = min(4096, max(8, int(counts.sum()) // 8192))
-    states = np.full(lanes, RANS_LOW, np.uint32)
-    tables = np.stack([rans_table(count) for count in counts.numpy()])
-    coder = RansCoder(states, tables)
-    words = {name: coder.encode(pairs[name]) for name in reversed(pairs)}
-    coder_arrays = {
-        "lane_states": states,
-        "tables": tables,
-        "sizes": np.concatenate(sizes),
-        "escapes": torch.cat(escapes).numpy(),
-    }
-    return {**coder_arrays, **arrays, **words}
+    """Return the arrays that codes (name -> int32 (R, C)) are stored as, by name, see model_codes."""
+    arrays, pairs, _ = model_codes(codes)
+    coder = RansCoder(arrays["lane_states"], arrays["tables"])
+    for name in reversed(pairs):  # what is to be decoded first is encoded last
+        arrays[name] = coder.encode(pairs[name].cpu().numpy())
+    return arrays
 
 
 def pack_artifact(tensors, coded, **header):
@@ -3349,7 +3342,7 @@ def pack_artifact(tensors, coded, **header):
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
     """
-    arrays = code_by_rans({name: part.codes.cpu() for name, part in coded.items()})
+    arrays = code_by_rans({name: part.codes for name, part in coded.items()})
     for name, tensor in tensors.items():
         if name not in coded:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16

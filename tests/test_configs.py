@@ -237,7 +237,6 @@ SIZES = {
         TRAIN_BATCH_TOKENS=256,
         HOLDOUT_TOKENS=1024,
         EVAL_STRIDE=0,
-        GPTQ_CALIBRATION_BATCHES=2,
     ),
     "train_sft": dict(**SCORES, TRAIN_SEQ_LEN=64, TRAIN_BATCH_TOKENS=256),
     "train_dpo": dict(**SCORES, PAIRS_PER_STEP=8, INIT_FROM="start"),

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_gptq import hessians_of
 
 import train_gpt as T
 from conftest import ROOT, TINY, Place, load_tool
@@ -107,31 +106,19 @@ def test_fake_quantization_and_muon():
             assert cosine > 0.95, name
 
 
-def test_gptq_and_the_artifact(tmp_path):
+def test_the_artifact(tmp_path):
     script = forced("train_gpt")
     settings = script.Settings(**SHAPE)
     network = make(script, settings)
-    lines = []
-    runtime = script.Runtime(0, 1, torch.device("cpu"), False)
-    clock = SimpleNamespace(elapsed=lambda: 0.0, limit=1.0)
-    run = SimpleNamespace(runtime=runtime, log=lines.append, clock=clock)
     header = {"settings": vars(network.config), "tokenizer_sha256": "0" * 64, "meta": {}}
-    exporter = script.Exporter(network, script.quant_table(settings), 10**6, run, header)
-    ids, targets = batch()
-    found = exporter.calibrate([(ids,)])
-    with torch.no_grad():
-        expected, _ = hessians_of(network, [ids])
-    for name, hessian in expected.items():
-        assert torch.equal(found[name], hessian) and hessian.dtype == torch.float32
-    assert not torch.backends.cuda.matmul.allow_tf32
-    (tmp_path / "a.upar").write_bytes(exporter.pack([(ids, targets)]))
-    header, tensors, coded = script.read_artifact(tmp_path / "a.upar")
+    run = SimpleNamespace(runtime=script.Runtime(0, 1, torch.device("cpu"), False), log=print)
+    _, data = script.fit_artifact(network, script.quant_table(settings), 10**6, header, run)
+    (tmp_path / "a.upar").write_bytes(data)
+    header, tensors, _ = script.read_artifact(tmp_path / "a.upar")
     rebuilt = script.GPT(script.GPTConfig(**header["settings"]))
     rebuilt.load_state_dict(tensors)
-    nearest = script.quantize_all(network.state_dict(), exporter.table)
-    assert any(not torch.equal(coded[name].codes, nearest[name].codes) for name in coded)
     with torch.no_grad():
-        before, after = (each(ids, targets).mean() for each in (network, rebuilt))
+        before, after = (each(*batch()).mean() for each in (network, rebuilt))
     assert abs(after - before) < 0.02 * before
 
 
@@ -202,7 +189,7 @@ def place(tmp_path_factory, tiny_data):
 @pytest.mark.full
 @pytest.mark.parametrize("qat", [0, 1])
 def test_eight_ranks_from_plan_to_score(place, qat):
-    """QAT=0: averages, GPTQ shared among the ranks. QAT=1: its switch. The score is one process's."""
+    """QAT=0: averages. QAT=1: its switch. The score is one process's."""
     score = {}
     for ranks in (1, 8):
         out = f"{ranks} ranks, qat {qat}"
@@ -214,9 +201,8 @@ def test_eight_ranks_from_plan_to_score(place, qat):
         score[ranks] = result["val_bpb"]
         assert result["world_size"] == ranks and result["steps"] == 30
         assert set(result["phases"]) == {"warmup", "warmdown", "ema", "swa", *["qat"] * qat}
-        assert not any(event["event"] == "gptq_out_of_time" for event in result["events"])
         log = place.log(out)
         assert re.search(r"^weights: \w+ chosen$", log, re.M)
-        # By the estimate when QAT begins, or before GPTQ; then at the end.
-        assert len(re.findall(r"^sizes: \d+ bytes, at most", log, re.M)) == 2
+        # By the estimate when QAT begins, and at the end.
+        assert len(re.findall(r"^sizes: \d+ bytes, at most", log, re.M)) == 1 + qat
     assert score[8] == pytest.approx(score[1], rel=2e-3)

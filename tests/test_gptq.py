@@ -1,4 +1,4 @@
-"""Section export: GPTQ against a textbook's form, Hessians against hooks."""
+"""GPTQ of quantize.py against a textbook's form, its sums of inputs against hooks."""
 
 import collections
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from test_family import EVERYTHING, network, tokens
 
-import train_gpt as script
+import quantize as script
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,12 +50,6 @@ def obq(w, scale, hessian):
     return torch.from_numpy(codes).to(torch.int32)
 
 
-def gptq(w, scale, hessian):
-    """Return GPTQ's codes of a batch of one."""
-    (codes,) = script.gptq(w[None], scale[None], hessian[None])
-    return codes
-
-
 def harm(w, codes, scale, hessian):
     """tr(E H E^T), which is the squared error of the outputs."""
     error = w.double() - script.dequantize(codes, scale).double()
@@ -75,7 +69,7 @@ def test_gptq_is_the_textbook_column_by_column(rows, width, samples, bits):
     w, hessian = weights(rows, width), correlated(samples, width)
     codes, scale = script.quantize(w, bits, 3.0)
     before = w.clone(), scale.clone(), hessian.clone()
-    got = gptq(w, scale, hessian)
+    got = script.gptq(w, scale, hessian)
     assert got.dtype == torch.int32 and got.shape == (rows, width)
     assert torch.equal(got, obq(w, scale, hessian))
     assert not torch.equal(got, codes)
@@ -91,7 +85,7 @@ def test_gptq_does_less_harm_than_rounding_to_nearest(seed, bits):
     w, hessian = weights(24, 150, seed), correlated(400, 150, seed)
     codes, scale = script.quantize(w, bits, 4.0)
     nearest = harm(w, codes, scale, hessian)
-    ours = harm(w, gptq(w, scale, hessian), scale, hessian)
+    ours = harm(w, script.gptq(w, scale, hessian), scale, hessian)
     assert ours <= nearest * (0.6 if bits >= 4 else 1.0)
 
 
@@ -99,7 +93,7 @@ def test_gptq_of_inputs_that_are_not_correlated_rounds_to_nearest():
     w = weights(30, 200)
     codes, scale = script.quantize(w, 5, 4.0)
     for hessian in (torch.eye(200), torch.zeros(200, 200), torch.diag(torch.rand(200) + 0.1)):
-        assert torch.equal(gptq(w, scale, hessian), codes)
+        assert torch.equal(script.gptq(w, scale, hessian), codes)
 
 
 def test_dead_inputs_are_rounded_to_nearest_and_move_no_other():
@@ -107,31 +101,18 @@ def test_dead_inputs_are_rounded_to_nearest_and_move_no_other():
     hessian[dead] = 0
     hessian[:, dead] = 0
     codes, scale = script.quantize(w, 4, 3.0)
-    got = gptq(w, scale, hessian)
+    got = script.gptq(w, scale, hessian)
     assert torch.equal(got[:, dead], codes[:, dead]) and torch.equal(got, obq(w, scale, hessian))
     other = w.clone()
     other[:, dead] = 5.0
     live = [at for at in range(140) if at not in dead]
-    assert torch.equal(gptq(other, scale, hessian)[:, live], got[:, live])
-
-
-def test_gptq_of_a_batch_is_that_of_each():
-    w = torch.stack([weights(18, 150, seed) for seed in range(3)])
-    hessians = torch.stack([correlated(400, 150, seed) for seed in range(3)])
-    scales = script.quantize(w, 4, 3.0)[1]
-    scales[1] = 2 * scales[0]
-    together = script.gptq(w, scales, hessians)
-    assert together.shape == (3, 18, 150)
-    for each, codes in enumerate(together):
-        assert torch.equal(codes, gptq(w[each], scales[each], hessians[each]))
-    # A rank whose share of a batch is empty asks for nothing.
-    assert script.gptq(w[:0], scales[:0], hessians[:0]).shape == (0, 18, 150)
+    assert torch.equal(script.gptq(other, scale, hessian)[:, live], got[:, live])
 
 
 def test_gptq_of_zeros():
     hessian = correlated(100, 24)
     scale = script.quantize(torch.zeros(18, 24), 4, 3.0)[1]
-    assert scale.item() == 2**-24 and not gptq(torch.zeros(18, 24), scale, hessian).any()
+    assert scale.item() == 2**-24 and not script.gptq(torch.zeros(18, 24), scale, hessian).any()
 
 
 # ----------------------------------------------------------------------------------------- Hessians
@@ -148,7 +129,7 @@ def hook_sums(net, batches):
 
     def mixer(module, args):
         x, rest = args[0], args[1:]
-        if isinstance(module, script.Attention):
+        if hasattr(module, "w_qkv"):
             add(module.w_qkv, x)
         else:
             add(module.w_qkvg, x)
@@ -189,19 +170,6 @@ def hook_sums(net, batches):
     return sums
 
 
-def hessians_of(net, batches):
-    """Return the sums that `linear` makes, by weight, and the outputs of all batches."""
-    sums = {}
-    for name, param in net.named_parameters():
-        if script.tensor_class(name, param) != "control":
-            columns = param.flatten(1).size(1)
-            sums[name] = param.hessian = param.new_zeros(columns, columns)
-    outputs = [net(ids) for ids in batches]
-    for param in net.parameters():
-        vars(param).pop("hessian", None)
-    return sums, outputs
-
-
 NETS = {
     "D's layers": dict(layer_pattern="g s a"),
     "GDN shared": dict(layer_pattern="g1 g1 s"),
@@ -213,25 +181,23 @@ NETS = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", NETS)
-def test_hessians_are_the_sums_that_hooks_make(kind, dtype, monkeypatch):
-    """bfloat16: what the layers read, and so the copies of the weights, which are what F.linear
-    meets on a GPU.
-    """
+def test_sums_of_inputs_are_those_that_hooks_make(kind):
     net = network("plain", torch.float32, **NETS[kind])
-    looked_up = F.embedding
-    monkeypatch.setattr(
-        F, "embedding", lambda ids, table, **rest: looked_up(ids, table, **rest).to(dtype)
-    )
     batches = [tokens(seed) for seed in range(3)]
     plain = [net(ids) for ids in batches]
-    sums, tapped = hessians_of(net, batches)
+    inputs = script.InputSums(net)
+    with inputs:
+        tapped = [net(ids) for ids in batches]
     assert all(torch.equal(one, other) for one, other in zip(plain, tapped, strict=True))
     expected = hook_sums(net, batches)
-    for name in expected.keys() & sums.keys():
-        want, got = expected[name], sums[name].double()
+    assert inputs.sums.keys() - expected.keys() <= {"mixers.0.conv"}
+    for name, want in expected.items():
+        got = inputs.sums[name].double()
         assert (got - want).abs().max() <= 2e-6 * want.abs().max(), name
-    # All that the exporter quantizes has one, but for tables that are looked up.
+    # All that the artifact quantizes has one, but for tables that are looked up.
+    coded = {
+        name for name, w in net.named_parameters() if script.tensor_class(name, w) != "control"
+    }
     looked_up = {"positions_embed", "ngram_embed", *(["embed"] if net.head is not None else [])}
-    assert set(sums) - set(expected) == set(sums) & looked_up
+    assert coded - expected.keys() == coded & looked_up

@@ -332,24 +332,6 @@ def test_muon_and_fake_quantization_launch_little(golf):
     assert launches.number <= 150
 
 
-def test_gptq_launches_little(golf):
-    """394,000 launches on every rank, when columns of tensors were coded one by one."""
-    settings, network = golf
-    runtime = T.Runtime(0, 8, torch.device("meta"), False)
-    clock = SimpleNamespace(elapsed=lambda: 0.0, limit=1.0)
-    run = SimpleNamespace(runtime=runtime, clock=clock)
-    exporter = T.Exporter(network, T.quant_table(settings), 16_000_000, run, {})
-    hessians = {
-        name: torch.empty(w.size(1), w.size(1), device="meta")
-        for name, w in network.state_dict().items()
-        if w.ndim == 2
-    }
-    improve = functools.partial(exporter.improve, hessians=hessians)
-    with CountLaunches() as launches:
-        T.quantize_all(network.state_dict(), exporter.table, improve)
-    assert 1000 < launches.number <= 25_000
-
-
 # -------------------------------------------------------------------------- Triton, without a GPU
 def run_script(name, **environment):
     """Return what a script beside this one prints, from JSON."""

@@ -241,6 +241,31 @@ def test_codes_by_gptq_stay_as_they_are(call, place, tmp_path):
     assert "by GPTQ or with steps fitted" in output
 
 
+def test_gptq_lowers_the_loss_and_says_where_its_text_is(call, trained, tiny_data, tmp_path):
+    """At 3 bits, by the codes that `gptq` makes of the sums; the other tensors are the nearest's."""
+    nets = {}
+    for name, words in (("nearest", []), ("gptq", ["--gptq", tiny_data])):
+        out = tmp_path / f"{name}.upar"
+        code, _, error = call("pack", trained, out, *words, MATRIX_BITS=3)
+        assert code == 0, error
+        nets[name] = Q.rebuild(Q.read_weights(str(out)))
+    data, options = Q.read_data(
+        Q.read_weights(str(trained)), Q.Settings(data_path=str(tiny_data), seed=3)
+    )
+    batches = Q.Batches(data, options, Q.Runtime(0, 1, torch.device("cpu"), False))
+    with torch.no_grad():
+        ids, targets, *_ = next(batches.micro_batches(0))
+        nearest, gptq = (net(ids, targets).mean().item() for net in nets.values())
+    assert gptq < nearest - 0.001
+    assert call("verify", tmp_path / "gptq.upar", trained, MATRIX_BITS=3)[0] == 0
+    for model, folder, fault in (
+        (tmp_path / "gptq.upar", tiny_data, "--gptq: the weights of "),
+        (trained, tmp_path, "manifest.json of format 1"),
+    ):
+        code, _, error = call("pack", model, tmp_path / "new.upar", "--gptq", folder)
+        assert code == 2 and fault in error, error
+
+
 # ------------------------------------------------------------------------ info, compare and verify
 def distance(a, b, kind):
     """Return the columns of `compare` for a class, by their definitions."""

@@ -453,14 +453,13 @@ def test_the_weights_that_score_best_are_chosen(best, seconds_left, chosen, monk
         log=lambda text: None,
         event=lambda name, **facts: events.append((name, facts["weights"])),
     )
-    exporter = SimpleNamespace(network=network, table={})
 
     def score():
         clock.now += 1.0
         clock.limit += 1.0  # the seconds that are left stay the same
         return T.Score(abs(weight.item() - best), 1, 1)
 
-    assert T.choose_weights(exporter, averages, run, score) == chosen
+    assert T.choose_weights(network, {}, averages, run, score) == chosen
     assert weight.item() == {"raw": 1.0, "ema": 2.0, "swa": 3.0}[chosen]
     late = seconds_left < 2
     assert events == ([("weights_left_out", "ema"), ("weights_left_out", "swa")] if late else [])
@@ -474,16 +473,16 @@ def test_weights_are_scored_as_the_artifact_would_give_them_back():
     clock = SimpleNamespace(elapsed=lambda: 0.0, limit=9.0)
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
     run = SimpleNamespace(clock=clock, runtime=runtime, log=lambda text: None)
-    exporter = SimpleNamespace(network=network, table={"matrix": dict(bits=3, clip_sigmas=2.0)})
+    table = {"matrix": dict(bits=3, clip_sigmas=2.0)}
     seen = []
 
     def score():
         seen.append(len(network.w_a.unique()))
         return T.Score(len(seen), 1, 1)
 
-    assert T.choose_weights(exporter, {"ema": average}, run, score) == "raw"
+    assert T.choose_weights(network, table, {"ema": average}, run, score) == "raw"
     levels = [len(T.quantize(w, 3, 2.0)[0].unique()) for w in (before, *average.values)]
     assert seen == levels and max(levels) < 16 and torch.equal(network.w_a, before)
     average.count = 0
-    assert T.choose_weights(exporter, {"ema": average}, run, score) == "raw"
+    assert T.choose_weights(network, table, {"ema": average}, run, score) == "raw"
     assert len(seen) == 2  # one candidate is not scored
