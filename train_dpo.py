@@ -4946,6 +4946,7 @@ def read_examples(settings, parse, log):
     train = []
     parts = []
     choice = []
+    has_choice = settings.ema or settings.swa  # without averages every row trains
     for examples, weight in zip(files, weights.values(), strict=True):
         begin = len(train)
         for example in examples:
@@ -4953,7 +4954,7 @@ def read_examples(settings, parse, log):
                 continue
             if not held_out_keys and example.key % 10 == 0:
                 held_out.append(example)
-            elif example.key % 50 == 1:
+            elif has_choice and example.key % 50 == 1:
                 choice.append(example)
             else:
                 train.append(example)
@@ -4964,13 +4965,19 @@ def read_examples(settings, parse, log):
             f"VAL_FILES={settings.val_files!r}: {len(held_out)} rows held out, {len(train)} of other "
             "prompts to train on; must be 2 and 1 at least"
         )
-    # By their hashes: the same ones with any seed.
-    held_out = sorted(held_out, key=lambda example: example.key)[: settings.eval_prompts]
-    choice = choice or train[:256]
     log(
         f"data: {len(train)} rows to train on, {len(choice)} to choose between averages, "
         f"{len(held_out)} held out"
     )
+    if len(held_out) > settings.eval_prompts:
+        log(
+            f"data: of {len(held_out)} held-out rows {settings.eval_prompts} score, as "
+            f"EVAL_PROMPTS={settings.eval_prompts} says"
+        )
+    # By their hashes: the same ones with any seed.
+    held_out = sorted(held_out, key=lambda example: example.key)[: settings.eval_prompts]
+    if has_choice and not choice:
+        choice = train[:256]
     digest = hashlib.sha256()
     for example in train + choice + held_out:
         for value in vars(example).values():

@@ -5164,13 +5164,17 @@ def split_problems(settings, check=prompt_turns, log=print):
     train = [{**columns, **problem} for problem in train.values()]
     held_out = [{**columns, **problem} for problem in held_out.values()]
     random.Random(settings.seed).shuffle(train)
-    count = min(CHOICE_PROBLEMS, len(train) // 10)
+    choice = []  # without averages every problem trains
+    if settings.ema or settings.swa:
+        count = min(CHOICE_PROBLEMS, len(train) // 10)
+        choice = train[:count] or train
+        train = train[count:]
     if len(held_out) > settings.eval_prompts:
         reports.append(
             f"data: of {len(held_out)} held-out problems the first {settings.eval_prompts} score"
         )
     log("\n".join(reports))
-    return train[count:], train[:count] or train, held_out[: settings.eval_prompts]
+    return train, choice, held_out[: settings.eval_prompts]
 
 
 def problems_of_step(problems, step, count):

@@ -582,7 +582,7 @@ def test_two_ranks_do_what_one_does(place, straight):
     """To float32's last digits, in the first steps; later the two go apart, as sums in another
     order do.
     """
-    place.ranks("ranks", ITERATIONS=6, EMA=0, SWA=0, QAT=0, WARMDOWN_FRAC=0)
+    place.ranks("ranks", ITERATIONS=6, SWA=0, QAT=0, WARMDOWN_FRAC=0)
     one, two = place.steps(straight)[1:6], place.steps("ranks")[1:]
     assert len(two) == 5 and place.result("ranks")["world_size"] == 2
     for first, second in zip(one, two, strict=True):

@@ -245,9 +245,13 @@ def test_equal_prompts_stand_on_one_side(tmp_path):
     assert parts == [(len(keys[0]), 1.0), (len(keys[0]), 0.5)]
     again, _ = read(f"{second},{first}", eval_prompts=10000, seed=5)
     assert {row.key for row in again.held_out} == keys[2] and again.sha256 != data.sha256
-    fewer, _ = read(f"{first},{second}", eval_prompts=7)
+    fewer, reports = read(f"{first},{second}", eval_prompts=7)
+    assert any("held-out rows 7 score" in line for line in reports)
     assert len(fewer.held_out) == 7 and {row.key for row in fewer.held_out} <= keys[2]
     assert len(fewer.train) == len(data.train)  # what is held out is not trained on, scored or not
+    plain, _ = read(f"{first},{second}", eval_prompts=10000, ema=False, swa=False)
+    assert not plain.choice  # nothing is chosen, so every row that is not held out trains
+    assert len(plain.train) == len(data.train) + len(data.choice)
 
 
 def test_the_key_is_of_all_turns_before_the_first_answer():

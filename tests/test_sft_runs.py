@@ -166,7 +166,7 @@ def test_resumed_with_other_rows_is_an_error(place, tmp_path):
 
 def test_two_ranks_learn_the_same(place, straight):
     """As one process in its first steps, but for the order of sums."""
-    place.ranks("on 2", ITERATIONS=4, EMA=0, SWA=0, QAT=0)
+    place.ranks("on 2", ITERATIONS=4, SWA=0, QAT=0)
     assert place.result("on 2")["world_size"] == 2
     one = place.result(straight)["before"]["loss"]
     assert place.result("on 2")["before"]["loss"] == pytest.approx(one, rel=1e-2)

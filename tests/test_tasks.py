@@ -372,6 +372,9 @@ def test_a_row_that_is_no_problem_is_counted_with_its_number(line, tmp_path):
     settings = G.Settings(train_files=str(path))
     train, choice, held_out = G.split_problems(settings, check_size, reports.append)
     assert len(train) + len(choice) + len(held_out) == 61
+    settings = G.Settings(train_files=str(path), ema=False, swa=False)
+    plain, nothing, _ = G.split_problems(settings, check_size, [].append)
+    assert len(plain) == len(train) + len(choice) and not nothing  # nothing is to be chosen
     assert reports == [
         f"data: {path}: 62 rows, 61 problems; left out {BAD[line]}: 1 (the first is row 61)"
     ]
