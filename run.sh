@@ -154,6 +154,9 @@ train() {
   elif [ -z "$data" ] && [ ! -f "$path/manifest.json" ]; then
     case "$path" in *fineweb10B_*) data=fineweb ;; esac
   fi
+  if [ -z "$data" ] && [ -f "$path/manifest.json" ] && [ ! -f "$path/token_bytes.bin" ]; then
+    $RUN data/prepare.py --token-bytes "$path" || exit $?  # an older version did not write it
+  fi
   [ -z "$data" ] || prepare_data "$data" "$path" "$gpus"
   export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)}"
   check_compiler

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+import train_dpo as D
 import train_gpt as T
 from conftest import ROOT, TICKS, TINY, Place, environment, start
 
@@ -227,8 +228,8 @@ def test_sample_scores_text_as_the_run_did(place, first):
     """The validation documents as JSON lines give the scores of result.json, nats and bytes."""
     manifest = T.load_manifest(place.data)
     facts = manifest["tokenizer"]
-    tokenizer = T.read_tokenizer(place.data / facts["file"], facts)
-    _, val = T.check_dataset(place.data, tokenizer, manifest)
+    tokenizer = D.load_tokenizer(place.data / facts["file"])
+    _, val = T.check_dataset(place.data, manifest)
     tokens = val.read(0, len(val))
     documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.bos_id))[1:]
     texts = [b"".join(tokenizer.pieces[i] for i in ids).decode() for ids in documents]
@@ -425,7 +426,7 @@ MISTAKES = [
     (shorten("val"), "val_000000.bin: truncated or "),
     (swap_token, "_val_000000.bin: its SHA-256 is not"),
     ({"TOKENIZER_PATH": "bytes"}, "manifest.json: shards of another tokenizer"),
-    ({"TOKENIZER_PATH": "none.model"}, "none.model: .*; must be a SentencePiece model"),
+    ({"TOKENIZER_PATH": "none.model"}, "none.model: .*; must be the data's, or empty"),
     ({"VOCAB_SIZE": 1024}, "VOCAB_SIZE=1024: must be 0 or the tokenizer's 400"),
     (add("val", "decoded_bytes", 1), "bytes.*manifest.json"),
     (add("val", "decoded_bytes", -1), "bytes.*manifest.json"),

@@ -733,14 +733,23 @@ def describe_machine(runtime):
 # === end: machine ===
 
 
+# === shared: files ===
+def sha256_file(path):
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory.
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+
+
+# === end: files ===
+
+
 # === shared: tokenizer ===
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
 
-    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
-    unused token) it counts them without the space that some SentencePiece models put before every
-    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
+    After a boundary (a control, unknown or unused token) they are without the space that some
+    SentencePiece models put before every text.
     """
 
     file: str  # name of the file that holds the tokenizer; "bytes" needs none
@@ -756,8 +765,7 @@ class Tokenizer:
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
         self.vocab_size = len(self.pieces)
-        self.byte_counts = np.fromiter(map(len, self.pieces), int)  # (V,) int64
-        self.boundary = self.byte_counts == 0  # (V,) bool
+        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
@@ -817,12 +825,6 @@ def sentencepiece_tokenizer(content):
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
     return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
-
-
-def sha256_file(path):
-    """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory.
-    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
 # === end: tokenizer ===

@@ -13,7 +13,6 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
-import base64
 import collections
 import contextlib
 import ctypes
@@ -43,7 +42,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
-import sentencepiece
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -721,109 +719,32 @@ def describe_machine(runtime):
 # === end: machine ===
 
 
-# === shared: tokenizer ===
-@dataclass
-class Tokenizer:
-    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
-
-    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
-    unused token) it counts them without the space that some SentencePiece models put before every
-    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
-    """
-
-    file: str  # name of the file that holds the tokenizer; "bytes" needs none
-    content: bytes  # of that file; its SHA-256 tells tokenizers apart
-    bos_id: int
-    pieces: list  # bytes that each token decodes to, b"" for boundaries
-    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
-    encode_marked: Callable = None
-    roles: dict = None
-    facts: dict = None
-
-    def __post_init__(self):
-        self.sha256 = hashlib.sha256(self.content).hexdigest()
-        self.vocab_size = len(self.pieces)
-        self.byte_counts = np.fromiter(map(len, self.pieces), int)  # (V,) int64
-        self.boundary = self.byte_counts == 0  # (V,) bool
-        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
-
-
-def read_tokenizer(path, facts):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
-    one, `bytes`.
-
-    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
-    """
-    path = Path(path)
-    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".tiktoken":
-            return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer(content)
-    except (OSError, LookupError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of the data, or bytes"
-        ) from error
-
-
-def rank_tokenizer(file, content, facts):
-    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
-
-    The file of an imported model is JSON: such lines as `ranks`, and facts.
-    """
-    ranks = content
-    if content.startswith(b"{"):
-        facts = json.loads(content)
-        ranks = facts["ranks"]
-    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
-    for line in ranks.splitlines():
-        piece, rank = line.split()
-        pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces)
-
-
-def sentencepiece_tokenizer(content):
-    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    if model.bos_id() < 0:
-        raise ValueError("empty, or without the BOS token of every document")
-    pieces = []
-    drops_space = []
-    for i in range(model.vocab_size()):
-        name = model.id_to_piece(i)
-        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
-        if model.is_byte(i):
-            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i):
-            piece = b""
-        pieces.append(piece)
-        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
-        drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
-
-
+# === shared: files ===
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
     # Shards and checkpoints are mapped, not read into memory.
     return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
-# === end: tokenizer ===
+# === end: files ===
 
 
 # === shared: data ===
 # llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
 SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+# The file beside the shards with the bytes of each token: uint32 (2, V), see token_bytes.
+TOKEN_BYTES = "token_bytes.bin"
 
 
-def token_bytes(tokenizer, prev, ids):
-    """Return the bytes of each token of `ids` given the token before it, int64, same shape."""
-    return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
+def token_bytes(table, prev, ids):
+    """Return the bytes of each token of `ids` given the token before it, int64, same shape.
+
+    table: (2, V), the bytes that each token decodes to after text, and after a token without bytes,
+    a boundary such as BOS. There it has no space that some SentencePiece models put before every
+    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
+    """
+    is_boundary = table[0, prev] == 0
+    return table[is_boundary.astype(int), ids]
 
 
 def read_shard(path):
@@ -839,70 +760,59 @@ def read_shard(path):
     return np.memmap(path, kind, "r", offset=1024)
 
 
-# What every manifest has, and what it may have. An int is a whole number from 0.
+# What the scripts read of a manifest; what ends in "?" may be missing or null. An int is a whole
+# number from 0.
 SPLIT_FIELDS = {
-    "shards": [{"file": str, "tokens": int, "sha256": str}],
+    "shards": [{"file": str, "sha256": str}],
     "tokens": int,
     "decoded_bytes": int,
+    "source_bytes?": int,  # nobody knows those of FineWeb
 }
+YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
 MANIFEST_FIELDS = {
     "name": str,
     "published": bool,
-    "tokenizer": {"file": str, "sha256": str},
+    "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
     "train": SPLIT_FIELDS,
     "val": SPLIT_FIELDS,
     "overlap_documents": int,
+    "yardsticks?": dict.fromkeys(YARDSTICKS, float),
 }
-MAX_VOCAB_SIZE = 1 << 24  # a table of this length is made of what a manifest says
-FIELD_NAMES = {int: "a whole number from 0", str: "a string", bool: "true or false"}
+FIELD_NAMES = {
+    int: "a whole number from 0",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    list: "a list, not empty",
+    dict: "an object",
+}
 
 
-def field_fault(value, kind, where=""):
-    """Return what is wrong with a JSON value that should be of a kind of MANIFEST_FIELDS, or ""."""
-    if isinstance(kind, list):
-        if not isinstance(value, list) or not value:
-            return f"{where} must be a list, not empty"
-        faults = (field_fault(part, kind[0], f"{where}[{i}]") for i, part in enumerate(value))
-        return next(filter(None, faults), "")
-    if isinstance(kind, dict):
-        if not isinstance(value, dict):
-            return f"{where or 'it'} must be an object"
-        for name, part in kind.items():
-            path = f"{where}.{name}".lstrip(".")
-            fault = field_fault(value[name], part, path) if name in value else f"{path} is missing"
-            if fault:
-                return fault
-        return ""
-    if type(value) is not kind or (kind is int and value < 0):
-        return f"{where} is {json.dumps(value):.60}, must be {FIELD_NAMES[kind]}"
-    return ""
+def field_faults(value, kind, path):
+    """Yield what is wrong with a JSON value that should be of a kind of MANIFEST_FIELDS."""
+    expected = kind if isinstance(kind, type) else type(kind)
+    if type(value) is not expected or value == [] or (expected is int and value < 0):
+        found = "missing" if value is None else json.dumps(value)
+        yield f"{path} is {found:.60}, must be {FIELD_NAMES[expected]}"
+    elif expected is list:
+        for i, part in enumerate(value):
+            yield from field_faults(part, kind[0], f"{path}[{i}]")
+    elif expected is dict:
+        for key, part in kind.items():
+            name = key.rstrip("?")
+            if key == name or value.get(name) is not None:
+                yield from field_faults(value.get(name), part, f"{path}.{name}".lstrip("."))
 
 
-def manifest_fault(manifest):
-    """Return what is wrong with the parsed text of a manifest of format 1, or ""."""
-    fault = field_fault(manifest, MANIFEST_FIELDS)
-    if fault:
-        return fault
+def manifest_faults(manifest):
+    """Yield what is wrong with the parsed text of a manifest of format 1."""
+    yield from field_faults(manifest, MANIFEST_FIELDS, "")
     tokenizer = manifest["tokenizer"]
-    vocab_size = tokenizer.get("vocab_size", 0)
-    if type(vocab_size) is not int or not 0 <= vocab_size <= MAX_VOCAB_SIZE:
-        return f"tokenizer.vocab_size is {vocab_size!r:.60}, must be at most {MAX_VOCAB_SIZE}"
-    bos_id = tokenizer.get("bos_id", 0)
-    if type(bos_id) is not int or not 0 <= bos_id < max(1, vocab_size):
-        return f"tokenizer.bos_id is {bos_id!r:.60}, must be an id below vocab_size"
-    for split in ("train", "val"):
-        source_bytes = manifest[split].get("source_bytes")  # null: nobody knows, as of FineWeb
-        if source_bytes is not None and (type(source_bytes) is not int or source_bytes < 1):
-            return f"{split}.source_bytes is {source_bytes!r:.60}, must be a whole number from 1"
-        for shard in manifest[split]["shards"]:
-            if Path(shard["file"]).name != shard["file"] or "\0" in shard["file"]:
-                return f"{shard['file']!r:.60} must be the name of a file beside the manifest"
-    yardsticks = manifest.get("yardsticks", {})
-    if not isinstance(yardsticks, dict) or not all(
-        type(score) in (int, float) for score in yardsticks.values()
-    ):
-        return "yardsticks must be an object of numbers"
-    return ""
+    if tokenizer["bos_id"] >= tokenizer["vocab_size"]:
+        yield f"tokenizer.bos_id is {tokenizer['bos_id']}, must be an id below vocab_size"
+    for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
+        if Path(file["file"]).name != file["file"] or "\0" in file["file"]:
+            yield f"{file['file']!r:.60} must be the name of a file beside the manifest"
 
 
 def load_manifest(data_path):
@@ -921,8 +831,7 @@ def load_manifest(data_path):
             f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
             "--manifest writes a manifest for downloaded shards"
         )
-    fault = manifest_fault(manifest)
-    if fault:
+    for fault in manifest_faults(manifest):
         raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
     return manifest
 
@@ -940,8 +849,7 @@ def counted_bytes(part):
 class TokenStream:
     """Shards read as one circular stream of tokens.
 
-    Raises UserError if a shard has an id that is not below `vocab_size`. `hold_out` sets `windows`,
-    the numbers of the windows to train on.
+    Raises UserError if a shard has an id that is not below `vocab_size`.
     """
 
     def __init__(self, paths, vocab_size):
@@ -968,21 +876,19 @@ class TokenStream:
         return np.concatenate(parts, dtype=np.int64)
 
 
-def check_dataset(data_path, tokenizer, manifest):
+def check_dataset(data_path, manifest):
     """Return the TokenStreams of training and validation.
 
-    Raises UserError unless tokenizer and shards are the manifest's.
+    Raises UserError unless the shards are the manifest's.
     """
     where = Path(data_path) / "manifest.json"
-    if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
-        raise UserError(f"{where}: shards of another tokenizer")
     if manifest["overlap_documents"] and not manifest["published"]:
         raise UserError(f"{where}: validation documents also stand in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         paths = [where.with_name(shard["file"]) for shard in shards]
-        stream = TokenStream(paths, tokenizer.vocab_size)
+        stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
         if len(stream) != manifest[split]["tokens"]:
             raise UserError(f"{where}: has another number of tokens than the shards of {split}")
         streams.append(stream)
@@ -1010,36 +916,85 @@ def document_hashes(stream, bos_id):
 
 # === shared: batches ===
 @dataclass
+class DataTokenizer:
+    """What training knows of the tokenizer of its data: its file, and the bytes of its tokens."""
+
+    file: str  # name of its file; "bytes" has none
+    content: bytes  # of that file, which sample.py needs beside an artifact
+    sha256: str
+    vocab_size: int
+    bos_id: int
+    byte_table: np.ndarray  # (2, V) int64, see token_bytes
+
+    def count_bytes(self, tokens):
+        """Return the bytes of all tokens (N,) but the first."""
+        return int(token_bytes(self.byte_table, tokens[:-1], tokens[1:]).sum())
+
+
+@dataclass
+class EvalText:
+    """Tokens that models are scored on, and the bytes by which their score divides."""
+
+    tokens: np.ndarray  # (N,) int64, a BOS first
+    bytes: int
+
+
+@dataclass
 class Dataset:
     """What DATA_PATH holds, checked; lists have one entry per folder."""
 
-    tokenizer: Tokenizer
+    tokenizer: DataTokenizer
     manifests: list
     manifest_sha256: str
     yardsticks: dict  # scores of count models and compressors; {} for a mixture
     shares: list  # of the training windows
     streams: list  # TokenStream of training
-    held_out: np.ndarray  # (N,) int64, windows of all streams that are not trained on
-    val: np.ndarray  # (N,) int64, a BOS first
-
-    def byte_share(self):
-        """Return the share of the bytes of validation's tokens that a score divides by, 1 or less."""
-        parts = [manifest["val"] for manifest in self.manifests]
-        return sum(map(counted_bytes, parts)) / sum(part["decoded_bytes"] for part in parts)
+    windows: list  # the numbers of the windows of each stream that train
+    held_out: EvalText  # windows of all streams that do not train, to choose weights on
+    val: EvalText
 
 
 def parse_mixture(data_path):
     """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
     if ":" not in data_path:
         data_path += ":1"
-    part = r"\s*([^,]+):((?=[\d.]*[1-9])\d*\.?\d*)"  # a weight has a digit above 0
+    part = r"\s*([^,]+):((?=[\d.]*[1-9])\d{0,9}\.?\d{0,99})"  # a weight has a digit above 0
     if not re.fullmatch(f"{part}(,{part})*", data_path):
         raise UserError(f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,…")
     folders, weights = zip(*re.findall(part, data_path), strict=True)
     total = sum(map(float, weights))
-    if not 0 < total < math.inf:
-        raise UserError(f"DATA_PATH={data_path!r}: must have weights with a finite sum above 0")
     return folders, [float(weight) / total for weight in weights]
+
+
+def read_tokenizer_file(path):
+    """Return the bytes of a tokenizer's file; `bytes` is built in. Raises UserError."""
+    if Path(path).name == "bytes":
+        return b"underpar bytes 264"
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"tokenizer {path}: {error}; must be the data's, or empty") from None
+
+
+def data_tokenizer(folder, facts, path):
+    """Return the DataTokenizer of a data folder. Raises UserError.
+
+    facts: of its manifest. path: where the tokenizer's file is; "" for the data folder.
+    """
+    content = read_tokenizer_file(path or Path(folder, facts["file"]))
+    if hashlib.sha256(content).hexdigest() != facts["sha256"]:
+        raise UserError(f"{folder}/manifest.json: shards of another tokenizer than {path!r}")
+    path = Path(folder, TOKEN_BYTES)
+    if not path.is_file() or sha256_file(path) != facts.get("token_bytes_sha256"):
+        raise UserError(
+            f"{path}: missing or changed; `python data/prepare.py --token-bytes {folder}` writes it "
+            "for shards of an older version"
+        )
+    byte_table = np.fromfile(path, "<u4").astype(np.int64).reshape(2, -1)
+    if byte_table.shape[1] != facts["vocab_size"]:
+        raise UserError(f"{path}: has another number of tokens than the manifest")
+    ids = {name: facts[name] for name in ("sha256", "vocab_size", "bos_id")}
+    return DataTokenizer(facts["file"], content, byte_table=byte_table, **ids)
 
 
 @functools.lru_cache(64)  # a step reads one or two epochs of each folder
@@ -1051,11 +1006,14 @@ def shuffle(count, *seed):
     return np.random.default_rng(seed).permutation(count)
 
 
-def hold_out(stream, share, settings):
-    """Return some windows from all over a stream; set `stream.windows`, the numbers of the rest.
+def split_windows(stream, share, settings):
+    """Return the numbers of a stream's windows that train, and of those that are held out.
+
+    A data filter goes here. Window `number` is stream.read(number * seq_len, seq_len); a choice by
+    its tokens and the settings alone is the same on every rank and in a resumed run.
 
     Without EMA and SWA there is nothing to choose, and nothing is held out; with them at most a
-    twentieth. The end of a stream would not do: it may be of one source. The first token of a
+    twentieth, from all over the stream: its end may be of one source. The first token of a
     held-out window may be the last target of a training window. Raises UserError.
     """
     seq_len = settings.train_seq_len
@@ -1069,61 +1027,75 @@ def hold_out(stream, share, settings):
     if settings.ema or settings.swa:
         wanted = math.ceil(share * settings.holdout_tokens / seq_len)
         count = min(wanted, len(windows) // 20)
-    stream.windows = windows[count:]
-    return [stream.read(window * seq_len, seq_len) for window in windows[:count]]
+    return windows[count:], windows[:count]
+
+
+def check_mixture(pairs, bos_id):
+    """Raise UserError if a validation document of one folder stands in the training of another.
+
+    pairs: streams of training and validation. A manifest counts those of its own folder only.
+    """
+    for (train, _), (_, val) in itertools.permutations(pairs, 2):
+        val_hashes = set(document_hashes(val, bos_id))
+        if not val_hashes.isdisjoint(document_hashes(train, bos_id)):
+            raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
 
 
 def open_data(settings):
     """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
-    facts = manifests[0]["tokenizer"]
-    path = settings.tokenizer_path or Path(folders[0], facts["file"])
-    tokenizer = read_tokenizer(path, facts)
+    tokenizer = data_tokenizer(folders[0], manifests[0]["tokenizer"], settings.tokenizer_path)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
         )
-    pairs = [  # streams of training and validation
-        check_dataset(folder, tokenizer, manifest)
-        for folder, manifest in zip(folders, manifests, strict=True)
-    ]
-    # A manifest counts the validation documents that are in the training of its own folder only.
-    for (train, _), (_, val) in itertools.permutations(pairs, 2):
-        val_hashes = set(document_hashes(val, tokenizer.bos_id))
-        if not val_hashes.isdisjoint(document_hashes(train, tokenizer.bos_id)):
-            raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
-
+    pairs = []
+    for folder, manifest in zip(folders, manifests, strict=True):
+        if manifest["tokenizer"]["sha256"] != tokenizer.sha256:
+            raise UserError(
+                f"{folder}/manifest.json: shards of another tokenizer than {folders[0]}"
+            )
+        pairs.append(check_dataset(folder, manifest))
+    check_mixture(pairs, tokenizer.bos_id)
     streams, val_streams = zip(*pairs, strict=True)
+
     val = np.concatenate([stream.read(0, len(stream)) for stream in val_streams])
-    byte_count = token_bytes(tokenizer, val[:-1], val[1:]).sum()
+    if val[0] != tokenizer.bos_id:
+        raise UserError(f"validation: begins with token {val[0]}, manifest.json has another BOS")
+    decoded = tokenizer.count_bytes(val)
     expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
-    if byte_count != expected:
-        raise UserError(f"validation: {byte_count} bytes, manifest.json says {expected}")
-    if not byte_count:
-        raise UserError(f"DATA_PATH={settings.data_path!r}: its validation has no text")
-    held_out = []
-    for stream, share in zip(streams, shares, strict=True):
-        held_out += hold_out(stream, share, settings)
-    if (settings.ema or settings.swa) and not held_out:
-        longest = max(map(len, streams)) // 20
-        other = f"set TRAIN_SEQ_LEN={longest} or less, or " if longest > 1 else "set "
+    if decoded != expected or not decoded:
         raise UserError(
-            f"DATA_PATH={settings.data_path!r}: a twentieth of the {sum(map(len, streams))} training "
-            f"tokens is no window of TRAIN_SEQ_LEN={settings.train_seq_len} to choose among raw, EMA "
-            f"and SWA weights on; {other}EMA=0 SWA=0"
+            f"validation: {decoded} bytes, manifest.json says {expected}; must be equal, above 0"
         )
-    manifest_sha256 = " + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders)
-    yardsticks = manifests[0].get("yardsticks", {}) if len(folders) == 1 else {}
+    val_bytes = sum(counted_bytes(manifest["val"]) for manifest in manifests)
+
+    seq_len = settings.train_seq_len
+    windows = []
+    held_out = [np.empty(0, np.int64)]
+    for stream, share in zip(streams, shares, strict=True):
+        train, others = split_windows(stream, share, settings)
+        windows.append(train)
+        held_out += [stream.read(number * seq_len, seq_len) for number in others]
+    if (settings.ema or settings.swa) and len(held_out) == 1:
+        raise UserError(
+            f"TRAIN_SEQ_LEN={seq_len}: no such window is in a twentieth of the training tokens, to "
+            "choose among raw, EMA and SWA weights on; must be at most "
+            f"{max(map(len, streams)) // 20}, or EMA=0 SWA=0"
+        )
+    held_out = np.concatenate(held_out)
+    held_out_bytes = round(tokenizer.count_bytes(held_out) * val_bytes / decoded)
     return Dataset(
         tokenizer,
         manifests,
-        manifest_sha256,
-        yardsticks,
+        " + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders),
+        manifests[0].get("yardsticks", {}) if len(folders) == 1 else {},
         shares,
         streams,
-        np.concatenate([np.empty(0, np.int64), *held_out]),
-        val,
+        windows,
+        EvalText(held_out, held_out_bytes),
+        EvalText(val, val_bytes),
     )
 
 
@@ -1170,27 +1142,30 @@ class Batches:
         while self.rows % self.micro_rows:
             self.micro_rows -= 1
 
-    def micro_batches(self, step):
-        """Yield ids and targets of this rank's share of step `step`, each (micro_rows, seq_len), and
-        where a kernel takes them, document_borders.
+    def read_rows(self, step):
+        """Return this rank's windows of a step, with their last targets, (rows, seq_len + 1).
 
         Every epoch of a stream has a pseudo-random order. If windows came in turn, small batches
         would see the same few documents for dozens of steps: on web text, with 16 windows of 256 a
         step, that cost 0.091 bits per byte.
         """
-        device = self.runtime.device
         seq_len = self.settings.train_seq_len
         first = (step * self.runtime.world_size + self.runtime.rank) * self.rows
         ranges = split_rows(first, first + self.rows, self.data.shares)
         windows = []
-        for stream, rows in zip(self.data.streams, ranges, strict=True):
-            count = len(stream.windows)
+        for stream, numbers, rows in zip(self.data.streams, self.data.windows, ranges, strict=True):
             for row in rows:
-                epoch, place = divmod(row, count)
-                window = stream.windows[shuffle(count, self.settings.seed, epoch)[place]]
-                windows.append(stream.read(window * seq_len, seq_len + 1))
-        # A GPU does not wait for this: it has the step before still queued.
-        windows = torch.from_numpy(np.stack(windows))
+                epoch, place = divmod(row, len(numbers))
+                number = numbers[shuffle(len(numbers), self.settings.seed, epoch)[place]]
+                windows.append(stream.read(number * seq_len, seq_len + 1))
+        return torch.from_numpy(np.stack(windows))
+
+    def micro_batches(self, step):
+        """Yield ids and targets of this rank's share of step `step`, each (micro_rows, seq_len), and
+        where a kernel takes them, document_borders.
+        """
+        device = self.runtime.device
+        windows = self.read_rows(step)  # a GPU still has the step before queued meanwhile
         if device.type == "cuda":
             windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
         for part in windows.split(self.micro_rows):
@@ -3590,42 +3565,36 @@ class Score:
 
 @dataclass
 class Scorer:
-    """Scores models on tokens (N,) int64 that begin with a BOS; each token after it counts once."""
+    """Scores models on an EvalText; each of its tokens but the first counts once."""
 
-    tokenizer: Tokenizer
+    bos_id: int
     runtime: Runtime  # its ranks share out the windows
     seq_len: int  # tokens in a window
     rows: int  # windows in a forward
     log: Callable = None  # a Log, which tells how far scoring is
-    byte_share: float = 1.0  # Dataset.byte_share: of the tokens' bytes, those that count
 
-    def score(self, model, tokens, stride=0):
-        """Return the score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
+    def score(self, model, text, stride=0):
+        """Return the Score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
 
         Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
         the one before it and scores these tokens only, so that they have a longer context.
         """
-        last = len(tokens) - 1
+        last = len(text.tokens) - 1
         end = np.append(np.arange(self.seq_len, last, stride or self.seq_len), last)
         first = np.append(0, end[:-1])
         begin = np.maximum(0, end - self.seq_len) if stride else first
         spans = np.stack([begin, first, end], axis=1)
-        return self.score_spans(model, tokens, spans, self.rows, self.seq_len)
-
-    def score_documents(self, network, tokens):
-        """Return the score of a network that sees every document as a whole, from its BOS on."""
-        begin = np.flatnonzero(tokens[:-1] == self.tokenizer.bos_id)
-        end = np.append(begin[1:], len(tokens) - 1)
-        return self.score_spans(network, tokens, np.stack([begin, begin, end], axis=1))
+        return self.score_spans(model, text, spans, self.rows, self.seq_len)
 
     @torch.no_grad()
-    def score_spans(self, model, tokens, spans, rows=1, length=0):
-        """Return the score of spans (S, 3): a row sees tokens begin..end and scores first..end.
+    def score_spans(self, model, text, spans, rows, length):
+        """Return the Score of spans (S, 3): a row sees tokens begin..end and scores first..end.
 
-        A forward has `rows` rows of `length` tokens, or of as many as the longest of them has.
+        A forward has `rows` rows of `length` tokens; 0: of as many as the longest of them has.
         """
+        tokens = text.tokens
         device = self.runtime.device
-        sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
         spans = spans[self.runtime.rank :: self.runtime.world_size]
         windows = len(spans)
         # Empty rows fill the last forward: windows have one shape, for one compiled graph.
@@ -3638,17 +3607,15 @@ class Scorer:
             scored = (first <= places) & (places < end)
             # The last token fills what a row leaves: each BOS would be a document of its own.
             places = np.where(places < end, places, len(tokens) - 2)
-            ids = tokens[places]
-            targets = tokens[places + 1]
-            sums[1] += scored.sum()
-            sums[2] += (token_bytes(self.tokenizer, ids, targets) * scored).sum()
-            targets = np.where(scored, targets, -1)  # the model's loss of -1 is 0
-            ids, targets = (torch.from_numpy(array) for array in (ids, targets))
-            borders = document_borders(ids, self.tokenizer.bos_id, device)
-            sums[0] += model(ids.to(device), targets.to(device), *borders).double().sum()
-        nats, count, byte_count = self.runtime.sum(sums).tolist()
+            ids = torch.from_numpy(tokens[places])
+            # The model's loss of the target -1 is 0.
+            targets = torch.from_numpy(np.where(scored, tokens[places + 1], -1))
+            borders = document_borders(ids, self.bos_id, device)
+            losses = model(ids.to(device), targets.to(device), *borders)
+            sums += torch.stack([losses.double().sum(), (targets >= 0).sum().to(device)])
+        nats, count = self.runtime.sum(sums).tolist()
         assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
-        return Score(nats, int(count), round(byte_count * self.byte_share))
+        return Score(nats, int(count), text.bytes)
 
 
 # === end: evaluation ===
@@ -4488,8 +4455,8 @@ def make_network(settings, tokenizer):
         torch.manual_seed(settings.seed)
         return GPT(config), None
     stored, config = read_start(settings.init_from)
-    found = read_tokenizer(stored.tokenizer, stored.shape)
-    if found.sha256 != tokenizer.sha256:
+    content = read_tokenizer_file(stored.tokenizer)
+    if hashlib.sha256(content).hexdigest() != tokenizer.sha256:
         raise UserError(
             f"INIT_FROM={settings.init_from!r}: its tokenizer {stored.tokenizer} is not that of "
             f"DATA_PATH={settings.data_path!r}; prepare the texts with it: python data/prepare.py "
@@ -4586,8 +4553,8 @@ def warm_up(model, optimizers, batches, settings):
 
 def log_tokens(data, settings, log):
     """Log how many tokens train, choose weights and validate, and by which bytes scores divide."""
-    windows = sum(len(stream.windows) for stream in data.streams)
-    held_out = len(data.held_out)
+    windows = sum(map(len, data.windows))
+    held_out = len(data.held_out.tokens)
     reason = "no EMA or SWA to choose from"
     if held_out:
         reason = "to choose raw, EMA or SWA weights"
@@ -4595,14 +4562,13 @@ def log_tokens(data, settings, log):
             reason += f"; a twentieth is less than HOLDOUT_TOKENS={settings.holdout_tokens}"
     log(
         f"tokens: {windows * settings.train_seq_len} train, {held_out} are held out ({reason}), "
-        f"{len(data.val)} validate"
+        f"{len(data.val.tokens)} validate"
     )
-    share = data.byte_share()
-    if share < 1:
-        decoded = sum(manifest["val"]["decoded_bytes"] for manifest in data.manifests)
+    decoded = sum(manifest["val"]["decoded_bytes"] for manifest in data.manifests)
+    if data.val.bytes < decoded:
         log(
             f"warning: the validation tokens decode to {decoded} bytes, more than their source has; "
-            f"scores divide by the {round(decoded * share)} of the source"
+            f"scores divide by the {data.val.bytes} of the source"
         )
 
 
@@ -4655,21 +4621,27 @@ def choose_weights(network, table, averages, run, score):
     return chosen
 
 
+def score_documents(scorer, network, text):
+    """Return the Score of a network that sees every document as a whole, from its BOS on."""
+    begin = np.flatnonzero(text.tokens[:-1] == scorer.bos_id)
+    end = np.append(begin[1:], len(text.tokens) - 1)
+    return scorer.score_spans(network, text, np.stack([begin, begin, end], axis=1), 1, 0)
+
+
 def score_artifact(path, scorer, data, run):
     """Rebuild the network from the artifact file alone; return its scores for result.json."""
     settings = run.settings
     network = read_network(read_stored("ARTIFACT", str(path))).to(scorer.runtime.device)
     model = compile_model(network, settings)
-    tokens = data.val
-    score = scorer.score(model, tokens)
+    score = scorer.score(model, data.val)
     run.log(f"from the artifact: val_{score}")
     result = score.result()
     if 0 < settings.eval_stride < settings.train_seq_len:
-        sliding = scorer.score(model, tokens, settings.eval_stride)
+        sliding = scorer.score(model, data.val, settings.eval_stride)
         run.log(f"from the artifact: sliding val_{sliding}")
         result["val_bpb_sliding"] = sliding.bpb
     if settings.eval_stateful:
-        stateful = scorer.score_documents(network, tokens)
+        stateful = score_documents(scorer, network, data.val)
         run.log(f"from the artifact: stateful val_{stateful}")
         result["val_bpb_stateful"] = stateful.bpb
     return result
@@ -4738,9 +4710,7 @@ def main():
         f"batch: {batches.rows // batches.micro_rows} micro-steps of {batches.micro_rows} windows "
         "on each rank"
     )
-    scorer = Scorer(
-        tokenizer, runtime, settings.train_seq_len, batches.micro_rows, log, data.byte_share()
-    )
+    scorer = Scorer(tokenizer.bos_id, runtime, settings.train_seq_len, batches.micro_rows, log)
     quantizers = Quantizers(quant_table(settings))
     limit = (settings.artifact_bytes_max or math.inf) - run.code_bytes
     header = {

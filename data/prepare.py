@@ -4,6 +4,7 @@
     python data/prepare.py input.txt --out data/mine    one document: its tail is the validation
     python data/prepare.py texts/ more.jsonl.zst --out data/mine
     python data/prepare.py train.jsonl --val val.jsonl --tokenizer some.model --out data/mine
+    python data/prepare.py --token-bytes data/mine      for shards of an older version; writes token_bytes.bin
 
 A source is a file or a folder. A line of a .jsonl file is an object whose field `text` (or --field)
 is a document. A .txt, .md or .py file is one document, and so is a file without extension. Each may
@@ -90,14 +91,23 @@ def write_stream(stream, text):
 # === end: streams ===
 
 
+# === shared: files ===
+def sha256_file(path):
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory.
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+
+
+# === end: files ===
+
+
 # === shared: tokenizer ===
 @dataclass
 class Tokenizer:
-    """A tokenizer, from `read_tokenizer`, and the bytes that each token stands for.
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
 
-    A token counts the UTF-8 bytes that it decodes to. After a boundary (a control, unknown or
-    unused token) it counts them without the space that some SentencePiece models put before every
-    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
+    After a boundary (a control, unknown or unused token) they are without the space that some
+    SentencePiece models put before every text.
     """
 
     file: str  # name of the file that holds the tokenizer; "bytes" needs none
@@ -113,8 +123,7 @@ class Tokenizer:
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
         self.vocab_size = len(self.pieces)
-        self.byte_counts = np.fromiter(map(len, self.pieces), int)  # (V,) int64
-        self.boundary = self.byte_counts == 0  # (V,) bool
+        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
         self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
 
 
@@ -174,12 +183,6 @@ def sentencepiece_tokenizer(content):
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
     return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
-
-
-def sha256_file(path):
-    """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory.
-    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
 # === end: tokenizer ===
@@ -355,11 +358,19 @@ def add_encoder(tokenizer):
 # === shared: data ===
 # llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
 SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+# The file beside the shards with the bytes of each token: uint32 (2, V), see token_bytes.
+TOKEN_BYTES = "token_bytes.bin"
 
 
-def token_bytes(tokenizer, prev, ids):
-    """Return the bytes of each token of `ids` given the token before it, int64, same shape."""
-    return tokenizer.byte_counts[ids] - (tokenizer.drops_space[ids] & tokenizer.boundary[prev])
+def token_bytes(table, prev, ids):
+    """Return the bytes of each token of `ids` given the token before it, int64, same shape.
+
+    table: (2, V), the bytes that each token decodes to after text, and after a token without bytes,
+    a boundary such as BOS. There it has no space that some SentencePiece models put before every
+    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
+    """
+    is_boundary = table[0, prev] == 0
+    return table[is_boundary.astype(int), ids]
 
 
 def read_shard(path):
@@ -375,70 +386,59 @@ def read_shard(path):
     return np.memmap(path, kind, "r", offset=1024)
 
 
-# What every manifest has, and what it may have. An int is a whole number from 0.
+# What the scripts read of a manifest; what ends in "?" may be missing or null. An int is a whole
+# number from 0.
 SPLIT_FIELDS = {
-    "shards": [{"file": str, "tokens": int, "sha256": str}],
+    "shards": [{"file": str, "sha256": str}],
     "tokens": int,
     "decoded_bytes": int,
+    "source_bytes?": int,  # nobody knows those of FineWeb
 }
+YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
 MANIFEST_FIELDS = {
     "name": str,
     "published": bool,
-    "tokenizer": {"file": str, "sha256": str},
+    "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
     "train": SPLIT_FIELDS,
     "val": SPLIT_FIELDS,
     "overlap_documents": int,
+    "yardsticks?": dict.fromkeys(YARDSTICKS, float),
 }
-MAX_VOCAB_SIZE = 1 << 24  # a table of this length is made of what a manifest says
-FIELD_NAMES = {int: "a whole number from 0", str: "a string", bool: "true or false"}
+FIELD_NAMES = {
+    int: "a whole number from 0",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    list: "a list, not empty",
+    dict: "an object",
+}
 
 
-def field_fault(value, kind, where=""):
-    """Return what is wrong with a JSON value that should be of a kind of MANIFEST_FIELDS, or ""."""
-    if isinstance(kind, list):
-        if not isinstance(value, list) or not value:
-            return f"{where} must be a list, not empty"
-        faults = (field_fault(part, kind[0], f"{where}[{i}]") for i, part in enumerate(value))
-        return next(filter(None, faults), "")
-    if isinstance(kind, dict):
-        if not isinstance(value, dict):
-            return f"{where or 'it'} must be an object"
-        for name, part in kind.items():
-            path = f"{where}.{name}".lstrip(".")
-            fault = field_fault(value[name], part, path) if name in value else f"{path} is missing"
-            if fault:
-                return fault
-        return ""
-    if type(value) is not kind or (kind is int and value < 0):
-        return f"{where} is {json.dumps(value):.60}, must be {FIELD_NAMES[kind]}"
-    return ""
+def field_faults(value, kind, path):
+    """Yield what is wrong with a JSON value that should be of a kind of MANIFEST_FIELDS."""
+    expected = kind if isinstance(kind, type) else type(kind)
+    if type(value) is not expected or value == [] or (expected is int and value < 0):
+        found = "missing" if value is None else json.dumps(value)
+        yield f"{path} is {found:.60}, must be {FIELD_NAMES[expected]}"
+    elif expected is list:
+        for i, part in enumerate(value):
+            yield from field_faults(part, kind[0], f"{path}[{i}]")
+    elif expected is dict:
+        for key, part in kind.items():
+            name = key.rstrip("?")
+            if key == name or value.get(name) is not None:
+                yield from field_faults(value.get(name), part, f"{path}.{name}".lstrip("."))
 
 
-def manifest_fault(manifest):
-    """Return what is wrong with the parsed text of a manifest of format 1, or ""."""
-    fault = field_fault(manifest, MANIFEST_FIELDS)
-    if fault:
-        return fault
+def manifest_faults(manifest):
+    """Yield what is wrong with the parsed text of a manifest of format 1."""
+    yield from field_faults(manifest, MANIFEST_FIELDS, "")
     tokenizer = manifest["tokenizer"]
-    vocab_size = tokenizer.get("vocab_size", 0)
-    if type(vocab_size) is not int or not 0 <= vocab_size <= MAX_VOCAB_SIZE:
-        return f"tokenizer.vocab_size is {vocab_size!r:.60}, must be at most {MAX_VOCAB_SIZE}"
-    bos_id = tokenizer.get("bos_id", 0)
-    if type(bos_id) is not int or not 0 <= bos_id < max(1, vocab_size):
-        return f"tokenizer.bos_id is {bos_id!r:.60}, must be an id below vocab_size"
-    for split in ("train", "val"):
-        source_bytes = manifest[split].get("source_bytes")  # null: nobody knows, as of FineWeb
-        if source_bytes is not None and (type(source_bytes) is not int or source_bytes < 1):
-            return f"{split}.source_bytes is {source_bytes!r:.60}, must be a whole number from 1"
-        for shard in manifest[split]["shards"]:
-            if Path(shard["file"]).name != shard["file"] or "\0" in shard["file"]:
-                return f"{shard['file']!r:.60} must be the name of a file beside the manifest"
-    yardsticks = manifest.get("yardsticks", {})
-    if not isinstance(yardsticks, dict) or not all(
-        type(score) in (int, float) for score in yardsticks.values()
-    ):
-        return "yardsticks must be an object of numbers"
-    return ""
+    if tokenizer["bos_id"] >= tokenizer["vocab_size"]:
+        yield f"tokenizer.bos_id is {tokenizer['bos_id']}, must be an id below vocab_size"
+    for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
+        if Path(file["file"]).name != file["file"] or "\0" in file["file"]:
+            yield f"{file['file']!r:.60} must be the name of a file beside the manifest"
 
 
 def load_manifest(data_path):
@@ -457,8 +457,7 @@ def load_manifest(data_path):
             f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
             "--manifest writes a manifest for downloaded shards"
         )
-    fault = manifest_fault(manifest)
-    if fault:
+    for fault in manifest_faults(manifest):
         raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
     return manifest
 
@@ -476,8 +475,7 @@ def counted_bytes(part):
 class TokenStream:
     """Shards read as one circular stream of tokens.
 
-    Raises UserError if a shard has an id that is not below `vocab_size`. `hold_out` sets `windows`,
-    the numbers of the windows to train on.
+    Raises UserError if a shard has an id that is not below `vocab_size`.
     """
 
     def __init__(self, paths, vocab_size):
@@ -504,21 +502,19 @@ class TokenStream:
         return np.concatenate(parts, dtype=np.int64)
 
 
-def check_dataset(data_path, tokenizer, manifest):
+def check_dataset(data_path, manifest):
     """Return the TokenStreams of training and validation.
 
-    Raises UserError unless tokenizer and shards are the manifest's.
+    Raises UserError unless the shards are the manifest's.
     """
     where = Path(data_path) / "manifest.json"
-    if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
-        raise UserError(f"{where}: shards of another tokenizer")
     if manifest["overlap_documents"] and not manifest["published"]:
         raise UserError(f"{where}: validation documents also stand in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         paths = [where.with_name(shard["file"]) for shard in shards]
-        stream = TokenStream(paths, tokenizer.vocab_size)
+        stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
         if len(stream) != manifest[split]["tokens"]:
             raise UserError(f"{where}: has another number of tokens than the shards of {split}")
         streams.append(stream)
@@ -575,11 +571,27 @@ def open_tokenizer(path):
     return add_encoder(rank_tokenizer(f"{name}.tiktoken", content, facts))
 
 
+def byte_table(tokenizer):
+    """Return the bytes of each token after text, and after a boundary, (2, V), see token_bytes."""
+    sizes = np.array([len(piece) for piece in tokenizer.pieces])
+    return np.stack([sizes, sizes - tokenizer.drops_space])
+
+
 def save_tokenizer(tokenizer, folder):
-    """Write the tokenizer's file into `folder` and return its name. `bytes` needs no file."""
+    """Write a tokenizer's file (`bytes` needs none) and the bytes of its tokens into `folder`.
+
+    Return the manifest's part on it.
+    """
     if tokenizer.file != "bytes":
-        (Path(folder) / tokenizer.file).write_bytes(tokenizer.content)
-    return tokenizer.file
+        (folder / tokenizer.file).write_bytes(tokenizer.content)
+    byte_table(tokenizer).astype("<u4").tofile(folder / TOKEN_BYTES)
+    return {
+        "file": tokenizer.file,
+        "sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "token_bytes_sha256": sha256_file(folder / TOKEN_BYTES),
+    }
 
 
 def write_manifest(folder, manifest):
@@ -1387,18 +1399,12 @@ def build(request, work, workers):
     result.mkdir()
     path = request.tokenizer or train_tokenizer(work, request.vocab_size)
     tokenizer = open_tokenizer(path)
-    save_tokenizer(tokenizer, result)
     probe = decode_bytes(tokenizer, tokenizer.encode(LOSSLESS_PROBE))
     manifest = {
         "format": 1,
         "name": request.name,
         "published": False,
-        "tokenizer": {
-            "file": tokenizer.file,
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-            "bos_id": tokenizer.bos_id,
-        },
+        "tokenizer": save_tokenizer(tokenizer, result),
         "lossless": probe == LOSSLESS_PROBE.encode(),
     }
     print("tokenizing", flush=True)
@@ -1421,11 +1427,26 @@ def build(request, work, workers):
         "seed": request.seed,
         "source_files": [*request.sources.values(), *request.val_sources.values()],
     }
-    train, val = check_dataset(result, tokenizer, manifest)
+    train, val = check_dataset(result, manifest)
     overlap = count_overlap(train, val, tokenizer.bos_id)
     if overlap:
         raise UserError(f"{overlap} validation documents stand in training, expected 0")
     manifest["yardsticks"] = yardsticks(train, val, tokenizer, counted_bytes(manifest["val"]))
+    return manifest
+
+
+def add_token_bytes(folder):
+    """Write the bytes of each token for shards of an older version, into their manifest, too.
+
+    Return the manifest. Raises UserError.
+    """
+    manifest = load_manifest(folder)
+    tokenizer = load_tokenizer(folder / manifest["tokenizer"]["file"])
+    if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
+        raise UserError(f"{folder}: {tokenizer.file} is not the tokenizer of these shards")
+    manifest["tokenizer"] = save_tokenizer(tokenizer, folder)
+    write_manifest(folder, manifest)
+    print(f"{folder}: {TOKEN_BYTES} is written")
     return manifest
 
 
@@ -1439,9 +1460,9 @@ def prepare(request, out, workers):
                 f"{out}: holds data of another request (other sources or options); delete {out} or "
                 "choose another --out"
             )
-        check_dataset(out, load_tokenizer(out / manifest["tokenizer"]["file"]), manifest)
+        check_dataset(out, manifest)
         print(f"{out}: already holds exactly this data; nothing to do")
-        return manifest
+        return manifest if (out / TOKEN_BYTES).exists() else add_token_bytes(out)
     work = out / ".work"
     shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
     try:
@@ -1469,6 +1490,9 @@ def parse_arguments(arguments):
     option("sources", nargs="*", metavar="SOURCE", help="files, folders; none: standard library")
     option("--val", nargs="+", default=[], metavar="SOURCE", help="validation text; no split then")
     option("--only", nargs="+", default=[], metavar="ENDING", help="of folders, e.g. .txt alone")
+    option(
+        "--token-bytes", type=Path, metavar="DIR", help=f"only write {TOKEN_BYTES} of old shards"
+    )
     option("--out", type=Path, help="folder to write (data/NAME beside this script)")
     option("--vocab-size", type=int, default=1024, help="pieces of a tokenizer trained here (1024)")
     option("--tokenizer", default="", help=".model file, tiktoken name or file, or `bytes`")
@@ -1498,6 +1522,9 @@ def parse_arguments(arguments):
 def run(arguments=None):
     """Run the command. Raises UserError for mistakes of the user."""
     args = parse_arguments(arguments)
+    if args.token_bytes:
+        add_token_bytes(args.token_bytes)
+        return
     if args.sources:
         sources, passed_over = find_sources(args.sources, args.only)
         name = args.name or "text"

@@ -12,14 +12,13 @@ from common import pretraining_rates
 from test_data import write_shard
 
 import train_gpt as T
+from conftest import BYTES
 
 
 def make_stream(folder, name, *shards, vocab_size=64):
     for at, tokens in enumerate(shards):
         write_shard(folder / f"{name}_train_{at:06d}.bin", tokens)
-    stream = T.TokenStream(sorted(folder.glob(f"{name}_train_*.bin")), vocab_size)
-    stream.windows = np.arange(len(stream) // 8)  # nothing is held out
-    return stream
+    return T.TokenStream(sorted(folder.glob(f"{name}_train_*.bin")), vocab_size)
 
 
 @pytest.fixture
@@ -27,9 +26,13 @@ def stream(tmp_path):
     return make_stream(tmp_path, "a", np.arange(700) % 60, np.arange(300) % 59)
 
 
-def data_of(streams, shares):
+def data_of(streams, shares, windows=None):
+    """The parts of a Dataset that batches need; by default nothing is held out."""
+    windows = windows or [np.arange(len(stream) // 8) for stream in streams]
     tokenizer = types.SimpleNamespace(bos_id=1)
-    return types.SimpleNamespace(streams=streams, shares=shares, tokenizer=tokenizer)
+    return types.SimpleNamespace(
+        streams=streams, windows=windows, shares=shares, tokenizer=tokenizer
+    )
 
 
 def batches(stream, rank=0, world=1, **changes):
@@ -54,8 +57,7 @@ def order(rows, windows, seed=1337):
 
 def read_row(stream, row):
     """The window of a row, as `order` has it, with its last target."""
-    window = stream.windows[order([row], len(stream.windows))[0]]
-    return stream.read(window * 8, 9).tolist()
+    return stream.read(order([row], len(stream) // 8)[0] * 8, 9).tolist()
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3, 4, 5, 16, 17, 100, 1009])
@@ -128,18 +130,18 @@ def test_an_epoch_of_steps_reads_every_window_once(tmp_path):
 
 def test_held_out_windows_are_from_all_over_and_never_read(tmp_path):
     stream = make_stream(tmp_path, "a", np.arange(5003), vocab_size=1 << 16)
-    held_out = T.hold_out(stream, 0.5, T.Settings(train_seq_len=8, holdout_tokens=477))
-    assert len(held_out) == 30 and len(stream.windows) == 595  # of 625
-    assert all(window.tolist() == list(range(window[0], window[0] + 8)) for window in held_out)
-    fifths = np.bincount([window[0] // 1000 for window in held_out], minlength=5)
+    settings = T.Settings(train_seq_len=8, holdout_tokens=477)
+    windows, held_out = T.split_windows(stream, 0.5, settings)
+    assert len(held_out) == 30 and len(windows) == 595
+    assert sorted([*windows, *held_out]) == list(range(625))
+    fifths = np.bincount([window // 125 for window in held_out], minlength=5)
     assert fifths.min() >= 1 and fifths.max() <= 14  # 6 on average
-    held_out = set(np.concatenate(held_out).tolist())
-    of = batches(stream, train_batch_tokens=200)
-    read = {token for step in range(23) for token in rows(of, step)[:, :-1].flatten().tolist()}
-    assert not read & held_out and len(read) == 4600
+    of = batches(data_of([stream], [1.0], [windows]), train_batch_tokens=200)
+    read = {token // 8 for step in range(23) for token in rows(of, step)[:, 0].tolist()}
+    assert not read & {*held_out} and len(read) == 23 * 25
     for count in (5000, 10**9):  # at most a twentieth
-        held_out = T.hold_out(stream, 1.0, T.Settings(train_seq_len=8, holdout_tokens=count))
-        assert len(held_out) == 625 // 20
+        settings = T.Settings(train_seq_len=8, holdout_tokens=count)
+        assert len(T.split_windows(stream, 1.0, settings)[1]) == 625 // 20
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -242,7 +244,7 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
         train_seq_len=8,
         train_batch_tokens=64,
     )
-    of, tokenizer = batches(stream), T.read_tokenizer("bytes", {})
+    of, tokenizer = batches(stream), BYTES
     net = T.GPT(T.model_config(cfg, tokenizer.vocab_size, tokenizer.bos_id))
     model = torch.compile(net, dynamic=False, fullgraph=True)
     optimizers = T.Optimizers(net, "muon", pretraining_rates(cfg), of.runtime)
@@ -253,7 +255,8 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     assert not any(optimizers.state.values())
     tokens = np.concatenate([[tokenizer.bos_id], np.arange(100) % 50 + 4])
     with torch.compiler.set_stance("fail_on_recompile"):
-        score = T.Scorer(tokenizer, of.runtime, 8, of.micro_rows).score(model, tokens)
+        scorer = T.Scorer(tokenizer.bos_id, of.runtime, 8, of.micro_rows)
+        score = scorer.score(model, T.EvalText(tokens, 100))
         with T.quantized(net, table):
             T.forward_backward(model, of, 3)
     assert score.tokens == 100 and score.bytes == 100

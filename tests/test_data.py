@@ -117,7 +117,7 @@ def counted(tokenizer, ids):
     """The byte table's sum for one document after BOS."""
     ids = np.array(ids, dtype=np.int64)
     before = np.concatenate([[tokenizer.bos_id], ids[:-1]])
-    return int(data.token_bytes(tokenizer, before, ids).sum())
+    return int(data.token_bytes(prepare.byte_table(tokenizer), before, ids).sum())
 
 
 def canonical_bytes(processor, prev, ids):
@@ -174,7 +174,7 @@ def test_flags_of_tokenizers(prefix_model, lossless_model):
     # The same tokens after a token that is no boundary keep their first space.
     after = np.array(ids)
     before = np.concatenate([[ids[0]], after[:-1]])
-    assert int(data.token_bytes(tokenizer, before, after).sum()) == 23
+    assert int(data.token_bytes(prepare.byte_table(tokenizer), before, after).sum()) == 23
     ours = prepare.load_tokenizer(lossless_model)
     assert not ours.drops_space.any()
     assert ours.roles == {role: 4 + i for i, role in enumerate(prepare.ROLE_TOKENS)}
@@ -186,7 +186,7 @@ def test_byte_tokenizer_layout(tmp_path):
     assert tokenizer.vocab_size == 264 and tokenizer.bos_id == 1
     assert tokenizer.encode("A\xff") == [69, 199, 195]
     assert list(tokenizer.roles.values()) == [260, 261, 262, 263]
-    assert tokenizer.byte_counts.tolist() == [0] * 4 + [1] * 256 + [0] * 4
+    assert prepare.byte_table(tokenizer).tolist() == [[0] * 4 + [1] * 256 + [0] * 4] * 2
     assert prepare.decode_bytes(tokenizer, [199, 1, 69]) == b"\xc3A"
     assert tokenizer.sha256 == hashlib.sha256(b"underpar bytes 264").hexdigest()
 
@@ -220,7 +220,8 @@ def gpt2_file(folder):
 def test_gpt2_from_its_rank_file_is_tiktokens(tmp_path):
     (tmp_path / "given").mkdir()
     tokenizer = prepare.load_tokenizer(gpt2_file(tmp_path / "given"))
-    again = prepare.load_tokenizer(tmp_path / prepare.save_tokenizer(tokenizer, tmp_path))
+    about = prepare.save_tokenizer(tokenizer, tmp_path)
+    again = prepare.load_tokenizer(tmp_path / about["file"])
     # The SHA-256 that tiktoken pins for r50k_base.tiktoken: the file written is the published one.
     expected = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
     assert hashlib.sha256((tmp_path / "gpt2.tiktoken").read_bytes()).hexdigest() == expected
@@ -234,7 +235,7 @@ def test_gpt2_from_its_rank_file_is_tiktokens(tmp_path):
         assert (one.sha256, one.vocab_size, one.bos_id, one.roles) == (expected, 50257, 50256, {})
         assert one.pieces[:50256] == [reference.decode_single_token_bytes(i) for i in range(50256)]
         assert np.flatnonzero(one.boundary).tolist() == [50256] and not one.drops_space.any()
-        assert one.byte_counts.tolist() == [len(piece) for piece in one.pieces]
+        assert prepare.byte_table(one).tolist() == [[len(piece) for piece in one.pieces]] * 2
         assert one.file == "gpt2.tiktoken"
     for text in [*HARD_TEXTS, "a<|endoftext|>b"]:
         ids = tokenizer.encode(text)
@@ -291,7 +292,7 @@ def test_any_encoding_comes_from_its_rank_file_and_no_other(tmp_path, monkeypatc
         range(258, 303)
     )  # gaps and specials: no bytes
     assert tokenizer.encode("the<|endoftext|>") == [257, *b"<|endoftext|>"]
-    assert prepare.save_tokenizer(tokenizer, tmp_path) == path.name
+    assert prepare.save_tokenizer(tokenizer, tmp_path)["file"] == path.name
     assert path.read_bytes() == FAKE_RANKS
     (tmp_path / "b").mkdir()
     kinds = r"must be a SentencePiece model .* NAME\.tiktoken of the data, or bytes"
@@ -448,7 +449,7 @@ def make_part(folder, train, val, tokenizer_file="bytes", **changes):
     tokenizer = prepare.load_tokenizer(tokenizer_file)
     manifest = {"format": 1, "name": folder.name + "_name", "published": False}
     manifest["overlap_documents"] = 0
-    manifest["tokenizer"] = {"file": str(tokenizer_file), "sha256": tokenizer.sha256}
+    manifest["tokenizer"] = prepare.save_tokenizer(tokenizer, folder)
     for split, texts in (("train", train), ("val", val)):
         size = sum(len(text.encode()) for text in texts)
         manifest[split] = {"documents": len(texts), "decoded_bytes": size}
@@ -463,21 +464,19 @@ def change_manifest(folder, manifest):
 
 def test_check_dataset(tmp_path):
     folder = make_part(tmp_path / "x", ["the train text"], ["the val text"])
-    tokenizer = prepare.load_tokenizer("bytes")
     manifest = data.load_manifest(folder)
-    streams = data.check_dataset(folder, tokenizer, manifest)
+    streams = data.check_dataset(folder, manifest)
     for split, stream in zip(("train", "val"), streams, strict=True):
         assert stream.paths == [folder / f"x_{split}_000000.bin"] and stream.vocab_size == 264
         assert stream.read(0, 99).tolist()[: len(stream)] == tokens_of(folder, split)
 
     def refuses(message, **changes):
         found = manifest | changes
-        refusal(data.UserError, message, data.check_dataset, folder, tokenizer, found)
+        refusal(data.UserError, message, data.check_dataset, folder, found)
 
-    refuses("manifest.json: shards of another tokenizer", tokenizer={"sha256": "0" * 64})
     refuses("manifest.json: validation documents also stand in training", overlap_documents=3)
     published = manifest | {"overlap_documents": 3, "published": True}
-    data.check_dataset(folder, tokenizer, published)
+    data.check_dataset(folder, published)
     for count in (14, 16):
         message = "json: has another number of tokens than the shards of train"
         refuses(message, train=manifest["train"] | {"tokens": count})
@@ -488,7 +487,7 @@ def test_check_dataset(tmp_path):
         if split == "val":
             refuses(f"{path.name}: its SHA-256 is not the manifest")
         else:
-            data.check_dataset(folder, tokenizer, manifest)
+            data.check_dataset(folder, manifest)
         write_shard(path, data.read_shard(path)[:-1].copy())
         refuses(f"manifest.json: has another number of tokens than the shards of {split}")
         path.write_bytes(raw)
@@ -548,18 +547,20 @@ def test_a_wrong_count_of_validation_bytes_is_refused(tmp_path):
         make_part(tmp_path / name, [f"text of {name}"] * 9, [f"five {name}", "two"])
         for name in "ab"
     )
-    assert len(opened(a).val) == 11 and len(opened(f"{a}:1,{b}:1").val) == 22  # 9 and 18 bytes
+    assert (
+        len(opened(a).val.tokens) == 11 and len(opened(f"{a}:1,{b}:1").val.tokens) == 22
+    )  # 9 and 18 bytes
     stored = data.load_manifest(a)
     for count in (8, 10, 0):
         stored["val"]["decoded_bytes"] = count
         change_manifest(a, stored)
-        refuses(f"^validation: 9 bytes, manifest.json says {count}$", a)
-        message = f"^validation: 18 bytes, manifest.json says {count + 9}$"
+        refuses(f"^validation: 9 bytes, manifest.json says {count};", a)
+        message = f"^validation: 18 bytes, manifest.json says {count + 9};"
         refuses(message, f"{a}:1,{b}:1")
     # Nothing scores the first token of a text that begins inside a document.
     stored["val"] = {"decoded_bytes": 9, **write_split(a, "val", tokens_of(a, "val")[1:])}
     change_manifest(a, stored)
-    refuses("^validation: 8 bytes, manifest.json says 9$", a)
+    refuses("^validation: begins with token 106, manifest.json has another BOS$", a)
 
 
 def test_validation_bytes_leave_out_the_dummy_prefix_after_a_boundary_only(tmp_path, prefix_model):
@@ -582,26 +583,25 @@ def test_a_score_divides_by_no_more_bytes_than_the_source_has(tmp_path, spaceles
     stored["val"] |= splits["val"]
     change_manifest(part, stored)
     found = opened(part)
-    assert found.byte_share() == source / decoded
+    assert found.val.bytes == source and found.tokenizer.count_bytes(found.val.tokens) == decoded
+    held_out = found.tokenizer.count_bytes(found.held_out.tokens)
+    assert found.held_out.bytes == round(held_out * source / decoded) < held_out
     model = torch.nn.Module()
     model.forward = lambda ids, targets, *borders: (targets >= 0).float()
-    runtime = data.Runtime(0, 1, torch.device("cpu"), False)
-    for size, share in ((source, found.byte_share()), (decoded, 1.0)):
-        scorer = data.Scorer(tokenizer, runtime, 8, 2, byte_share=share)
-        scores = [scorer.score(model, found.val), scorer.score(model, found.val, 3)]
-        scores.append(scorer.score_documents(model, found.val))
-        assert [score.bytes for score in scores] == [size] * 3
-        nats = len(found.val) - 1
-        assert scores[0].bpb == pytest.approx(nats / math.log(2) / size)
+    scorer = data.Scorer(tokenizer.bos_id, data.Runtime(0, 1, torch.device("cpu"), False), 8, 2)
+    scores = [scorer.score(model, found.val), scorer.score(model, found.val, 3)]
+    scores.append(data.score_documents(scorer, model, found.val))
+    assert [score.bytes for score in scores] == [source] * 3
+    assert scores[0].bpb == pytest.approx((len(found.val.tokens) - 1) / math.log(2) / source)
     # A mixture: one folder with too many bytes, one that loses some.
     lossy = make_part(tmp_path / "q", ["a cat"] * 20, ["mat"], spaceless_model)
     about = data.load_manifest(lossy)
     about["val"] |= {"source_bytes": 5}
     change_manifest(lossy, about)
-    assert opened(f"{part}:1,{lossy}:1").byte_share() == (source + 3) / (decoded + 3)
+    assert opened(f"{part}:1,{lossy}:1").val.bytes == source + 3
     stored["val"]["source_bytes"] = None
     change_manifest(part, stored)
-    assert opened(part).byte_share() == 1.0
+    assert opened(part).val.bytes == decoded
 
 
 def tokens_of(part, split):
@@ -611,59 +611,62 @@ def tokens_of(part, split):
 def test_open_data_of_one_folder(tmp_path):
     part = make_part(tmp_path / "p", ["training text"] * 20, ["one", "twö", "three"])
     found = opened(part)
-    assert found.val.tolist() == tokens_of(part, "val") and found.val.dtype == np.int64
+    assert (
+        found.val.tokens.tolist() == tokens_of(part, "val") and found.val.tokens.dtype == np.int64
+    )
     assert (found.manifests, found.yardsticks) == ([data.load_manifest(part)], {})
     assert found.manifest_sha256 == data.sha256_file(part / "manifest.json")
     (stream,) = found.streams
     assert found.shares == [1.0] and len(stream) == 280
     # 70 windows of four; HOLDOUT_TOKENS=10 takes three of them, and a twentieth are three.
     whole = tokens_of(part, "train")
-    held_out = sorted(set(range(70)) - set(stream.windows.tolist()))
-    assert len(held_out) == 3 and len(stream.windows) == 67
-    windows = sorted(found.held_out.reshape(3, 4).tolist())
+    held_out = sorted(set(range(70)) - set(found.windows[0].tolist()))
+    assert len(held_out) == 3 and len(found.windows[0]) == 67
+    windows = sorted(found.held_out.tokens.reshape(3, 4).tolist())
     assert windows == sorted(whole[4 * window : 4 * window + 4] for window in held_out)
     for count, expected in ((1, 4), (8, 8), (10**9, 12)):
-        assert len(opened(part, holdout_tokens=count).held_out) == expected
+        assert len(opened(part, holdout_tokens=count).held_out.tokens) == expected
     for changes in (dict(ema=False), dict(swa=False)):
-        assert len(opened(part, **changes).held_out) == 12
+        assert len(opened(part, **changes).held_out.tokens) == 12
     unused = dict(ema=False, swa=False)  # nothing is chosen, so all tokens train
     found = opened(part, **unused)
-    assert len(found.held_out) == 0 and sorted(found.streams[0].windows) == list(range(70))
-    assert len(opened(part, train_seq_len=280, **unused).streams[0].windows) == 1
+    assert len(found.held_out.tokens) == 0 and sorted(found.windows[0]) == list(range(70))
+    assert len(opened(part, train_seq_len=280, **unused).windows[0]) == 1
     message = (
-        "^DATA_PATH='.*/p': a twentieth of the 280 training tokens is no window of "
-        "TRAIN_SEQ_LEN=15 to choose among raw, EMA and SWA weights on; "
-        "set TRAIN_SEQ_LEN=14 or less, or EMA=0 SWA=0$"
+        "^TRAIN_SEQ_LEN=15: no such window is in a twentieth of the training tokens, to choose "
+        "among raw, EMA and SWA weights on; must be at most 14, or EMA=0 SWA=0$"
     )
     refuses(message, part, train_seq_len=15)
-    assert len(opened(part, train_seq_len=14).held_out) == 14
+    assert len(opened(part, train_seq_len=14).held_out.tokens) == 14
     message = "^TRAIN_SEQ_LEN=281: must be at most 280, the training tokens of .*/p$"
     refuses(message, part, train_seq_len=281, **unused)
     refuses(r"^VOCAB_SIZE=7: must be 0 or the tokenizer's 264$", part, vocab_size=7)
-    figures = {"xz_bpb": 2.5}
+    figures = dict.fromkeys(data.YARDSTICKS, 2.5)
     measured = make_part(tmp_path / "m", ["training text"] * 6, ["one"], yardsticks=figures)
     assert opened(measured).yardsticks == figures
 
 
 def test_open_data_of_a_mixture(tmp_path):
-    a = make_part(tmp_path / "a", ["training text"] * 99, ["one", "two"], yardsticks={"xz": 2.5})
+    a = make_part(tmp_path / "a", ["training text"] * 99, ["one", "two"])
     published = dict(overlap_documents=2, published=True)
     b = make_part(tmp_path / "b", ["other text"] * 99, ["four", "fünf"], **published)
     found = opened(f"{a}:3,{b}:1", holdout_tokens=40)
     # 346 and 272 windows of four, of which eight and three are held out.
-    assert [len(stream.windows) for stream in found.streams] == [346 - 8, 272 - 3]
+    assert [*map(len, found.windows)] == [346 - 8, 272 - 3]
     assert found.shares == [0.75, 0.25] and found.yardsticks == {}
-    assert found.val.tolist() == tokens_of(a, "val") + tokens_of(b, "val")
+    assert found.val.tokens.tolist() == tokens_of(a, "val") + tokens_of(b, "val")
     assert found.manifests == [data.load_manifest(part) for part in (a, b)]
     hashes = [data.sha256_file(part / "manifest.json") for part in (a, b)]
     assert found.manifest_sha256 == " + ".join(hashes)
-    windows = found.held_out.reshape(11, 4).tolist()
+    windows = found.held_out.tokens.reshape(11, 4).tolist()
     for part, held_out in ((a, windows[:8]), (b, windows[8:])):
         whole = tokens_of(part, "train")
         every = [whole[i : i + 4] for i in range(0, len(whole), 4)]
         assert all(window in every for window in held_out)
-    foreign = {"file": "t.model", "sha256": "0" * 64}
-    other = make_part(tmp_path / "c", ["x" * 30], ["y"], tokenizer=foreign)
+    other = make_part(tmp_path / "c", ["x" * 30], ["y"])
+    foreign = data.load_manifest(other)
+    foreign["tokenizer"]["sha256"] = "0" * 64
+    change_manifest(other, foreign)
     refuses(r"/c/manifest.json: shards of another tokenizer", f"{a}:1,{other}:1")
 
 
@@ -676,8 +679,8 @@ def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path):
     message = f"^{b}/x_train_000000.bin: a document is in another folder's validation$"
     for parts in (f"{a}:1,{b}:2", f"{b}:1,{c}:1,{a}:1"):
         refuses(message, parts)
-    assert len(opened(f"{a}:1,{c}:1").val) == sum(len(text) + 1 for text in val) + 6
-    assert len(opened(b).val) == 5  # one part alone: its own manifest counts
+    assert len(opened(f"{a}:1,{c}:1").val.tokens) == sum(len(text) + 1 for text in val) + 6
+    assert len(opened(b).val.tokens) == 5  # one part alone: its own manifest counts
 
 
 # Values that a manifest may hold where something else is expected.
@@ -701,17 +704,16 @@ def fuzz_manifests(folder, tokenizer_file, count):
     """Open a folder with mutated manifests: each is taken or refused in one line."""
     part = make_part(folder / "p", ["the train text"] * 9, ["the val text"] * 3, tokenizer_file)
     stored = json.loads((part / "manifest.json").read_text())
-    stored["tokenizer"] |= {"bos_id": 1, "vocab_size": 264}
     stored["val"]["source_bytes"] = 36
-    stored["yardsticks"] = {"xz_bpb": 2.5}
+    stored["yardsticks"] = dict.fromkeys(data.YARDSTICKS, 2.5)
     rng = random.Random(0)
     refused = Counter()
     for _ in range(count):
         change_manifest(part, mutate(stored, rng))
         try:
             found = opened(part, ema=False, swa=False)
-            assert found.val.tolist() == tokens_of(part, "val")
-            assert 0 < found.byte_share() <= 1 and found.tokenizer.bos_id == 1
+            assert found.val.tokens.tolist() == tokens_of(part, "val")
+            assert 0 < found.val.bytes <= 36 and found.tokenizer.bos_id == 1
             data.log_tokens(found, data.Settings(), refused.__contains__)
             refused["taken"] += 1
         except data.UserError as error:
@@ -742,19 +744,19 @@ def test_many_mutated_manifests_are_one_line(tmp_path, prefix_model):
 
 
 MANIFEST_FAULTS = [
-    ({"train": None}, "train must be an object"),
-    ({"train": {}}, "train.shards is missing"),
-    ({"train": {"shards": []}}, "train.shards must be a list, not empty"),
-    ({"val": {"shards": [7]}}, r"val.shards\[0\] must be an object"),
+    ({"train": None}, "train is missing, must be an object"),
+    ({"train": {}}, "train.shards is missing, must be a list, not empty"),
+    ({"train": {"shards": []}}, r"train.shards is \[\], must be a list, not empty"),
+    ({"val": {"shards": [7]}}, r"val.shards\[0\] is 7, must be an object"),
     ({"overlap_documents": -1}, "overlap_documents is -1, must be a whole number from 0"),
     ({"overlap_documents": True}, "overlap_documents is true, must be a whole number from 0"),
     ({"published": "no"}, 'published is "no", must be true or false'),
     ({"name": ["x" * 900]}, r'name is \["x+, must be a string'),
-    ({"yardsticks": {"xz_bpb": "2"}}, "yardsticks must be an object of numbers"),
-    ({"tokenizer": {"file": "bytes", "sha256": "0", "vocab_size": 10**12}}, "vocab_size is 10"),
+    ({"yardsticks": {"bigram_bpb": "2"}}, 'yardsticks.bigram_bpb is "2", must be a number'),
+    ({"tokenizer": {"file": "", "sha256": "", "vocab_size": 9, "bos_id": 9}}, "bos_id is 9, must "),
     (
-        {"tokenizer": {"file": "bytes", "sha256": "0", "bos_id": "1"}},
-        "bos_id is '1', must be an id",
+        {"tokenizer": {"file": "../x", "sha256": "", "vocab_size": 9, "bos_id": 1}},
+        "'../x' must be the name of a file beside the manifest",
     ),
 ]
 

@@ -395,7 +395,7 @@ def tables_of(output):
 
 def bits_per_byte(tensors, data):
     own = T.open_data(dataclasses.replace(SETTINGS, data_path=str(data)))
-    scorer = T.Scorer(own.tokenizer, T.start_runtime("cpu"), 32, 16)
+    scorer = T.Scorer(own.tokenizer.bos_id, T.start_runtime("cpu"), 32, 16)
     return scorer.score(rebuilt(tensors), own.val).bpb
 
 

@@ -10,21 +10,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_data import HARD_TEXTS, prepare, train_model
 
 import train_gpt as T
 
-load_tokenizer = prepare.load_tokenizer
-BYTES = load_tokenizer("bytes")
-BOS = BYTES.bos_id
+BOS = 1
 
 
 def runtime(rank=0, world_size=1):
     return T.Runtime(rank, world_size, torch.device("cpu"), False)
 
 
-def scorer(seq_len, rows, runtime_=None, tokenizer=BYTES):
-    return T.Scorer(tokenizer, runtime_ or runtime(), seq_len, rows)
+def scorer(seq_len, rows, runtime_=None):
+    return T.Scorer(BOS, runtime_ or runtime(), seq_len, rows)
+
+
+def text(tokens, size=1):
+    return T.EvalText(np.asarray(tokens), size)
 
 
 def random_tokens(count, seed=0):
@@ -85,7 +86,7 @@ def windows(count, seq_len, stride):
         rows.append((begin, begin + at[0].item(), begin + at[-1].item() + 1))
         return torch.zeros(targets.shape)
 
-    scorer(seq_len, 1).score(model, np.arange(4, count + 5), 0 if stride == seq_len else stride)
+    scorer(seq_len, 1).score(model, text(range(4, count + 5)), 0 if stride == seq_len else stride)
     return rows
 
 
@@ -122,10 +123,9 @@ def test_score_is_that_of_a_slow_loop(stride, batch):
         100,
     ):  # 16, 31 ... predictions: whole windows and tails of every kind
         tokens, model = random_tokens(count), TableModel()
-        score = scorer(16, batch).score(model, tokens, 0 if stride == 16 else stride)
+        score = scorer(16, batch).score(model, text(tokens, 7), 0 if stride == 16 else stride)
         assert score.nats == pytest.approx(slow_nats(tokens.tolist(), 16, stride), rel=1e-12)
-        assert score.tokens == count - 1
-        assert score.bytes == int((tokens[1:] >= 4).sum())
+        assert (score.tokens, score.bytes) == (count - 1, 7)
         assert set(model.shapes) == {(batch, 16)}
         assert len(model.shapes) == -(-len(windows(count - 1, 16, stride)) // batch)
 
@@ -146,7 +146,7 @@ def test_targets_are_the_next_tokens(shift):
         return ((table[ids] + shift != targets) & (targets >= 0)).double()
 
     for stride in (0, 5):
-        score = scorer(16, 4).score(model, np.array(tokens), stride)
+        score = scorer(16, 4).score(model, text(tokens), stride)
         assert score.nats == (89.0 if shift else 0.0)
 
 
@@ -206,14 +206,14 @@ def test_stateful_score_is_that_of_a_slow_loop_over_documents():
     its last token.
     """
     tokens, model = documents_of(LENGTHS), TableModel()
-    score = scorer(16, 3).score_documents(model, tokens)
+    score = T.score_documents(scorer(16, 3), model, text(tokens))
     starts = [0]
     expected = []
     for i in range(len(tokens) - 1):
         starts += [i] if tokens[i] == BOS and i else []
         expected.append(loss_of(tokens[starts[-1] : i + 1].tolist(), int(tokens[i + 1])))
     assert score.nats == pytest.approx(math.fsum(expected), rel=1e-12)
-    assert (score.tokens, score.bytes) == (sum(LENGTHS) - 1, sum(LENGTHS) - len(LENGTHS))
+    assert score.tokens == sum(LENGTHS) - 1
     # The last token has no successor.
     assert [width for _, width in model.shapes] == [*LENGTHS[:-1], LENGTHS[-1] - 1]
 
@@ -224,14 +224,17 @@ def test_ranks_share_out_windows_and_documents(name, world_size):
     tokens = documents_of(LENGTHS)
 
     def score(*rank):
-        return getattr(scorer(64, 2, *rank), name)(TableModel(), tokens)
+        one = scorer(64, 2, *rank)
+        if name == "score":
+            return one.score(TableModel(), text(tokens))
+        return T.score_documents(one, TableModel(), text(tokens))
 
     scores, parts = on_ranks(world_size, score)
     alone = score()
     for found in scores:
-        assert (found.tokens, found.bytes) == (alone.tokens, alone.bytes)
+        assert found.tokens == alone.tokens
         assert found.nats == pytest.approx(alone.nats, rel=1e-13)
-    predictions = [int(count) for _, count, _ in parts]  # how many each rank has scored
+    predictions = [int(count) for _, count in parts]  # how many each rank has scored
     rows = 6 if name == "score" else len(LENGTHS)
     assert sum(count > 0 for count in predictions) == min(world_size, rows)
     assert sum(predictions) == len(tokens) - 1
@@ -250,7 +253,7 @@ def tiny_network():
         bigram_vocab_size=50,
     )
     torch.manual_seed(1)
-    network = T.GPT(T.model_config(settings, BYTES.vocab_size, BOS)).double()
+    network = T.GPT(T.model_config(settings, 264, BOS)).double()
     with torch.no_grad():
         for param in network.parameters():
             param.add_(0.1 * torch.randn_like(param))
@@ -271,14 +274,20 @@ def test_stateful_score_is_the_plain_score_of_one_window():
             for a, b in zip(edges[:-1], edges[1:], strict=True)
         ]  # document by document, no cache
     for seq_len, batch in ((7, 4), (16, 3), (64, 1), (64, 16), (150, 4)):
-        score = scorer(seq_len, batch).score_documents(network, tokens)
+        score = T.score_documents(scorer(seq_len, batch), network, text(tokens))
         assert score.nats == pytest.approx(math.fsum(nats), rel=1e-11)
-        assert (score.tokens, score.bytes) == (sum(LENGTHS) - 1, sum(LENGTHS) - len(LENGTHS))
-    for score in on_ranks(2, lambda rank: scorer(16, 3, rank).score_documents(network, tokens))[0]:
+        assert score.tokens == sum(LENGTHS) - 1
+
+    def on_rank(rank):
+        return T.score_documents(scorer(16, 3, rank), network, text(tokens))
+
+    for score in on_ranks(2, on_rank)[0]:
         assert score.nats == pytest.approx(math.fsum(nats), rel=1e-11)
     window = len(tokens) - 1  # one window over the stream; angles of rotary positions are float32
-    assert scorer(window, 1).score(network, tokens).nats == pytest.approx(math.fsum(nats), rel=1e-6)
-    short = scorer(4, 4).score(network, tokens).nats  # less context is another score
+    assert scorer(window, 1).score(network, text(tokens)).nats == pytest.approx(
+        math.fsum(nats), rel=1e-6
+    )
+    short = scorer(4, 4).score(network, text(tokens)).nats  # less context is another score
     assert abs(short / math.fsum(nats) - 1) > 1e-3
 
 
@@ -287,7 +296,7 @@ def test_a_token_that_is_not_scored_once_is_no_score():
     tokens = random_tokens(33)
     for spans, scored in (([[0, 0, 16]], 16), ([[0, 0, 16], [16, 16, 32], [16, 30, 32]], 34)):
         with pytest.raises(AssertionError, match=f"scored {scored} of 32 predictions"):
-            scorer(16, 2).score_spans(TableModel(), tokens, np.array(spans))
+            scorer(16, 2).score_spans(TableModel(), text(tokens), np.array(spans), 2, 16)
 
 
 def packed_run(folder, **changes):
@@ -308,7 +317,7 @@ def packed_run(folder, **changes):
 @pytest.mark.parametrize(("stride", "stateful"), [(0, False), (8, True), (16, False)])
 def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful):
     """From the file alone. A stride of a whole window would be the plain score."""
-    tokens = documents_of(LENGTHS)
+    tokens = text(documents_of(LENGTHS), 99)
     run, path = packed_run(tmp_path, eval_stride=stride, eval_stateful=stateful)
     found = T.score_artifact(path, scorer(16, 4), SimpleNamespace(val=tokens), run)
 
@@ -323,7 +332,7 @@ def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful)
         expected["val_bpb_sliding"] = sliding.bpb
         lines.append(f"from the artifact: sliding val_{sliding}")
     if stateful:
-        whole = scorer(16, 4).score_documents(network, tokens)
+        whole = T.score_documents(scorer(16, 4), network, tokens)
         expected["val_bpb_stateful"] = whole.bpb
         lines.append(f"from the artifact: stateful val_{whole}")
     assert found == expected
@@ -337,16 +346,6 @@ def test_whole_documents_want_positions_without_an_end():
         T.model_config(T.Settings(eval_stateful=True, positions="learned"), 300, 1)
 
 
-def test_score_bytes_are_those_of_the_text(tmp_path):
-    trained = load_tokenizer(train_model(tmp_path / "own.model"))
-    for tokenizer in (BYTES, trained):
-        tokens = [
-            token for text in HARD_TEXTS for token in (tokenizer.bos_id, *tokenizer.encode(text))
-        ]
-        score = scorer(16, 4, tokenizer=tokenizer).score(TableModel(), np.array(tokens))
-        assert score.bytes == sum(len(text.encode()) for text in HARD_TEXTS)
-
-
 def test_sums_are_float64():
     """2**24 + 1 is no float32: summed in single precision, small losses beside large ones would be
     lost.
@@ -356,7 +355,7 @@ def test_sums_are_float64():
         losses = torch.where(torch.arange(targets.size(1)) == 0, 2.0**24, 1.0)
         return torch.where(targets >= 0, losses, 0.0).float()
 
-    score = scorer(16, 1).score(model, random_tokens(65))
+    score = scorer(16, 1).score(model, text(random_tokens(65)))
     assert score.nats == 4 * (2.0**24 + 15)
 
 

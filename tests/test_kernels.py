@@ -221,14 +221,16 @@ def test_batches_and_scores_tell_the_borders(varlen, tiny_data):
     for param in network.parameters():
         param.data += 0.1 * torch.randn_like(param)
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-    scorer = T.Scorer(tokenizer, runtime, 64, 4)
+    scorer = T.Scorer(tokenizer.bos_id, runtime, 64, 4)
     found = []
     for forms in ({"attention": T.varlen_attend}, {}):
         T.FAST.clear()
         T.FAST.update(forms)
         (batch,) = T.Batches(data, settings, runtime).micro_batches(0)
         assert len(batch) == (3 if forms else 2)
-        found.append((network(*batch), scorer.score(network, data.val[:2000]).nats))
+        found.append(
+            (network(*batch), scorer.score(network, T.EvalText(data.val.tokens[:2000], 1)).nats)
+        )
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
     assert (found[0][0] - found[1][0]).abs().max() < 1e-4
 
@@ -293,8 +295,7 @@ def test_what_fills_a_forward_is_no_document(varlen):
         return torch.zeros(ids.shape)
 
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-    tokenizer = T.Tokenizer("", b"", 1, [b""] * 2 + [b"a"] * 8)
-    T.Scorer(tokenizer, runtime, 64, 8).score(model, tokens)
+    T.Scorer(1, runtime, 64, 8).score(model, T.EvalText(tokens, 1))
     assert borders == [[0, 50, *range(64, 513, 64)]]
 
 

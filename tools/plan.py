@@ -37,7 +37,7 @@ def find_data(script: ModuleType, settings) -> tuple[SimpleNamespace, bool]:
     if Path(settings.data_path).exists() or ":" in settings.data_path:
         return script.open_data(settings), True
     tokenizer = SimpleNamespace(vocab_size=settings.vocab_size or 1024, bos_id=1)
-    return SimpleNamespace(tokenizer=tokenizer, shares=[1.0], streams=[range(1 << 40)]), False
+    return SimpleNamespace(tokenizer=tokenizer, shares=[1.0], windows=[range(1 << 40)]), False
 
 
 def estimate_bytes(script: ModuleType, settings, network: torch.nn.Module) -> dict[str, float]:
@@ -109,7 +109,7 @@ def plan_lines(script: ModuleType, settings) -> list[str]:
     assumed = "" if has_data else ", both assumed: there are no data"
     epochs = ""
     if has_data:
-        windows = sum(len(stream.windows) for stream in data.streams)
+        windows = sum(map(len, data.windows))
         epochs = f", {tokens / (windows * settings.train_seq_len):.3f} epochs"
     teraflops = TOKENS_PER_SECOND * sum(flops.values()) / 1e12
     return [

@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from common import load_script
+from common import ROOT, load_script
 
 
 def resolve_settings(script: ModuleType, path: str):
@@ -43,8 +43,12 @@ def printed(settings) -> dict[str, str]:
     return values
 
 
-def text_sha256(tokenizer, tokens) -> str:
-    """Return the SHA-256 of the text that the validation tokens decode to."""
+def text_sha256(data, folder: str, tokens) -> str:
+    """Return the SHA-256 of the text that the validation tokens of a Dataset decode to."""
+    tokenizer = data.tokenizer
+    if not hasattr(tokenizer, "pieces"):  # records before 2026-11-27 have the whole tokenizer
+        prepare = load_script(ROOT / "data" / "prepare.py")
+        tokenizer = prepare.load_tokenizer(Path(folder, tokenizer.file))
     digest = hashlib.sha256()
     for begin in range(1, len(tokens), 1 << 20):
         ids = tokens[begin : begin + (1 << 20)]
@@ -59,7 +63,8 @@ def score_artifacts(script: ModuleType, settings, score: str, artifacts: list[st
     """Return score, bytes and hashes of text and tokenizer of each artifact."""
     data = script.open_data(settings)
     runtime = script.start_runtime(settings.device)
-    text_hash = text_sha256(data.tokenizer, data.val)
+    tokens = getattr(data.val, "tokens", data.val)
+    text_hash = text_sha256(data, settings.data_path, tokens)
     stride = settings.eval_stride if score == "val_bpb_sliding" else None
     length = settings.train_seq_len
     results = []
@@ -70,7 +75,9 @@ def score_artifacts(script: ModuleType, settings, score: str, artifacts: list[st
         network = script.GPT(SimpleNamespace(**header["settings"]), *counts).to(runtime.device)
         network.load_state_dict(tensors)
         if hasattr(script, "Scorer"):
-            scorer = script.Scorer(data.tokenizer, runtime, length, 4)
+            is_new = hasattr(script, "EvalText")
+            tokenizer = data.tokenizer.bos_id if is_new else data.tokenizer
+            scorer = script.Scorer(tokenizer, runtime, length, 4)
             result = scorer.score(network, data.val, stride)
         else:
             result = script.score_tokens(

@@ -24,6 +24,7 @@ ORDER = (
     "streams",
     "runtime",
     "machine",
+    "files",
     "tokenizer",
     "encoding",
     "roles",
