@@ -5130,6 +5130,20 @@ def load_start(settings):
     return network, tokenizer, source
 
 
+def freeze_model(model, trainable_layers=("lora",)):
+    """Train only the parameters whose names contain one of these words, and return the model.
+
+    Raises UserError if no parameter does.
+    """
+    for name, param in model.named_parameters():
+        param.requires_grad_(any(word in name for word in trainable_layers))
+    if not any(param.requires_grad for param in model.parameters()):
+        raise UserError(
+            f"freeze_model: no parameter has one of {list(trainable_layers)} in its name"
+        )
+    return model
+
+
 def adapt(network, settings, device):
     """With LORA_RANK, put adapters on the network, and train these alone.
 
@@ -5139,8 +5153,8 @@ def adapt(network, settings, device):
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
-        for name, param in network.named_parameters():
-            param.requires_grad_(".lora_" in name)
+        freeze_model(network)
+        for param in network.parameters():
             if device.type == "cuda" and not param.requires_grad and param.ndim > 1:
                 param.data = param.data.bfloat16()
 

@@ -1,0 +1,630 @@
+"""The mission: what users were promised, a short test of behaviour for each row of the list.
+
+The files of the sections go deeper. What is not built yet is a strict xfail with the number of its
+issue: whoever builds it removes the mark.
+"""
+
+import copy
+import importlib
+import io
+import json
+import math
+import re
+from types import SimpleNamespace
+from typing import get_args
+
+import numpy as np
+import pytest
+import safetensors.torch
+import sentencepiece
+import torch
+from common import load_script
+from test_encoding import same, write_tokenizer
+
+import quantize as Q
+import sample as P
+import train_dpo
+import train_gpt as T
+import train_grpo
+import train_gspo
+import train_ppo
+import train_sft
+from conftest import (
+    BYTES,
+    ROOT,
+    TINY,
+    Place,
+    blocks,
+    environment,
+    pack,
+    refusal,
+    small_network,
+    spelt,
+    start,
+    stop_at,
+    write_lines,
+)
+
+TRAINING = (T, train_sft, train_dpo, train_ppo, train_grpo, train_gspo)
+POLICIES = (train_ppo, train_grpo, train_gspo)
+each_policy = pytest.mark.parametrize("module", POLICIES, ids=lambda module: module.__name__)
+SMALL = dict(model_dim=32, num_heads=2, attn_window=8, mlp_mult=2.0, train_seq_len=32)
+IDS = torch.randint(2, 20, (2, 17), generator=torch.Generator().manual_seed(0))
+
+
+def missing(issue):
+    return pytest.mark.xfail(strict=True, reason=f"issue {issue}")
+
+
+def network(**changes):
+    """Return a network of train_gpt.py by settings, random in every weight."""
+    torch.manual_seed(0)
+    settings = T.Settings(**{**SMALL, "layer_pattern": "g s a", **changes})
+    net = T.GPT(T.model_config(settings, 20, 1))
+    for param in net.parameters():
+        param.data.add_(0.1 * torch.randn_like(param))
+    return net
+
+
+def pretraining_settings(words):
+    """Return the settings of train_gpt.py for `NAME=value …`, with its presets."""
+    presets = {"ARCH_MODE": T.ARCH_PRESETS, "OPTIMIZER": T.OPTIMIZER_PRESETS}
+    given = dict(word.split("=") for word in words.split())
+    return T.load_settings(T.Settings, given, presets=presets)
+
+
+def nats(net):
+    return net(IDS[:, :-1], IDS[:, 1:])
+
+
+def moved(net, change):
+    """Return how far a change of the ids (1, 17) moves what the last one predicts."""
+    before = net(IDS[:1, :-1], IDS[:1, 1:]).flatten()[-1]
+    ids = IDS[:1].clone()
+    change(ids[0])
+    return abs(net(ids[:, :-1], ids[:, 1:]).flatten()[-1] - before).item()
+
+
+def change_first(ids):
+    ids[0] = 5 if ids[0] != 5 else 6
+
+
+def swap_two(ids):
+    ids[[3, 6]] = ids[[6, 3]]
+
+
+# ---------------------------------------------------------------------------- pretraining: networks
+def test_commands_of_parameter_golf_run_as_pasted():
+    command = (
+        "NCCL_IB_DISABLE=1 ARCH_MODE=D RUN_ID=a SEED=42 ITERATIONS=2200 WARMDOWN_ITERS=400 MLP_MULT=2 "
+        "VOCAB_SIZE=1024 TIED_EMBED_LR=0.05 MUON_BACKEND_STEPS=5 LOGIT_SOFTCAP=30.0 TTT=0"
+    )
+    found = pretraining_settings(command)
+    assert (found.arch_mode, found.iterations, found.warmdown_iters) == ("D", 2200, 400)
+    assert (found.mlp_mult, found.tied_embed_lr, found.run_id) == (2.0, 0.05, "a")
+    refusal(T.UserError, "LOGIT_SOFTCAP", T.load_settings, T.Settings, {"LOGIT_SOFTCAP": "15"})
+
+
+@torch.no_grad()
+def test_layers_are_gated_deltanet_windows_full_attention_and_shared_ones():
+    assert moved(network(layer_pattern="s"), change_first) == 0  # behind the window of 8
+    assert all(moved(network(layer_pattern=kind), change_first) > 1e-6 for kind in ("a", "g"))
+    counts = {}
+    for pattern in ("g a", "g a a", "g a1 a1", "g A1 A1"):
+        params = network(layer_pattern=pattern).parameters()
+        counts[pattern] = sum(param.numel() for param in params if param.ndim > 1)
+    assert counts["g a a"] > counts["g a1 a1"] > counts["g A1 A1"] == counts["g a"]
+
+
+@pytest.mark.parametrize("mlp", ["bio", "bio_soft"])
+def test_bio_units_learn_frequency_and_phase(mlp):
+    net = network(mlp=mlp)
+    nats(net).mean().backward()
+    waves = {name: param for name, param in net.named_parameters() if "wave" in name}
+    assert waves and all(wave.grad.abs().sum() > 0 for wave in waves.values())
+
+
+@torch.no_grad()
+def test_norms_by_layer_and_kinds_of_positions():
+    found = {}
+    for name, changes in {
+        "rms": {},
+        "layer": dict(norm="layer"),
+        "by layer": dict(norm="layer rms rms"),
+        "partial": dict(rope_dims=4),
+        "learned": dict(positions="learned"),
+        "none": dict(positions="none"),
+    }.items():
+        found[name] = nats(network(**changes)).mean().item()
+    assert len({round(value, 6) for value in found.values()}) == len(found)
+    for changes in (dict(), dict(rope_dims=4), dict(positions="learned")):
+        assert moved(network(layer_pattern="a", **changes), swap_two) > 1e-6
+    assert moved(network(layer_pattern="a", positions="none"), swap_two) < 1e-5
+
+
+# ------------------------------------------------------------------------ pretraining: optimization
+@pytest.mark.parametrize("name", ["muon", "lion", "adamw"])
+def test_every_optimizer_is_in_pretraining(name):
+    assert T.Settings(optimizer=name).optimizer == name
+
+
+def choices(module, name):
+    return get_args(module.Settings.__dataclass_fields__[name].type)
+
+
+@missing(45)
+@pytest.mark.parametrize("module", TRAINING, ids=lambda module: module.__name__)
+def test_every_script_has_every_optimizer(module):
+    assert {"muon", "lion", "adamw", "adafactor", "adamw8bit"} <= set(choices(module, "optimizer"))
+
+
+def rates(**changes):
+    """Return the multipliers of the learning rates over 100 steps."""
+    plan = T.Plan(T.Settings(iterations=100, **changes))
+    found = []
+    for step in range(100):
+        plan.begin_phases(step, (step + 1) / 100)
+        found.append(plan.rates((step + 1) / 100))
+    return found
+
+
+def test_schedules_and_phases():
+    assert rates(lr_schedule="constant", warmup_frac=0.0) == [1.0] * 100
+    shapes = {
+        name: rates(lr_schedule=name, warmup_frac=0.1) for name in ("linear", "cosine", "wsd")
+    }
+    for found in shapes.values():
+        assert found[0] < 0.2 and max(found) == 1.0 and found[-1] < 0.05
+    assert len({round(found[80], 4) for found in shapes.values()}) == 3
+    by_steps = rates(warmdown_iters=20, warmup_frac=0.0)
+    assert by_steps[79] == 1.0 > by_steps[81]
+    plan = T.Plan(T.Settings(iterations=100))
+    begun = [plan.begin_phases(step, (step + 1) / 100) for step in range(100)]
+    assert sorted(sum(begun, [])) == ["ema", "qat", "swa", "warmdown", "warmup"]
+    T.Plan(T.Settings(iterations=100, warmdown_iters=100, warmup_frac=0.0))
+    impossible = T.Settings(iterations=100, warmdown_iters=101)
+    refusal(T.UserError, "WARMDOWN_ITERS", T.Plan, impossible)
+
+
+@missing(45)
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compile_has_modes(mode):
+    found = T.load_settings(T.Settings, {"COMPILE": mode}).compile
+    assert found == mode
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "positions", "schedule"),
+    [
+        ("balanced", "adamw", "learned", "linear"),
+        ("best_loss", "lion", "learned", "wsd"),
+        ("max_speed", "lion", "rope", "linear"),
+        pytest.param("low_memory", "adamw8bit", "rope", "linear", marks=missing(45)),
+    ],
+)
+def test_the_recipes_of_the_wigglegpt_guide(recipe, optimizer, positions, schedule):
+    path = str(ROOT / f"configs/wiggle_{recipe}.env")
+    found = pretraining_settings(f"CONFIG={path}")
+    assert found.mlp == "bio_soft"
+    assert (found.optimizer, found.positions, found.lr_schedule) == (optimizer, positions, schedule)
+    assert found.activation_checkpointing == (recipe == "low_memory")
+
+
+# -------------------------------------------------------------------------- pretraining: whole runs
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_data):
+    tiny = dict(TINY, ITERATIONS=12, MLP="bio_soft", MUON_MOMENTUM=0.9)
+    return Place(tmp_path_factory.mktemp("mission"), tiny_data, tiny)
+
+
+@pytest.fixture(scope="module")
+def first(place):
+    place.run("first", VAL_LOSS_EVERY=4, EVAL_STRIDE=16, EVAL_STATEFUL=1)
+    return place.result("first")
+
+
+def test_a_run_packs_int6_by_rans_and_scores_the_file(place, first):
+    header, tensors, _ = T.read_artifact(place.of("first") / "model.upar")
+    matrix = next(w for name, w in tensors.items() if name.endswith("w_up"))
+    assert len(matrix.unique()) <= 64
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    assert len(place.artifact("first")) == first["artifact_bytes"] < numbers
+    net = T.GPT(T.GPTConfig(**header["settings"]))
+    net.load_state_dict(tensors)
+    assert (
+        first["val_bytes"]
+        == json.loads((place.data / "manifest.json").read_text())["val"]["decoded_bytes"]
+    )
+    assert first["val_bpb"] == pytest.approx(first["val_nats"] / math.log(2) / first["val_bytes"])
+    assert first["val_bpb"] != first["before_quantization"]["val_bpb"]
+    for name in ("val_bpb_sliding", "val_bpb_stateful"):
+        assert 0.8 < first[name] / first["val_bpb"] < 1.2
+    code = (ROOT / "train_gpt.py").read_bytes()
+    assert first["total_bytes"] == len(code) + first["artifact_bytes"]
+    assert set(first["phases"]) == {"warmup", "warmdown", "ema", "swa", "qat"}
+    for weights in ("raw", "ema", "swa"):
+        assert re.search(rf"^weights: .*{weights}\b.*loss", place.log("first"), re.M)
+
+
+@missing(45)
+def test_a_bio_run_tracks_its_events(place, first):
+    [name] = [name for name in first if "event" in name and name != "events"]
+    assert len(first[name]) == 3 and all(0 <= share <= 1 for share in first[name])
+
+
+def test_a_replay_with_checkpointing_is_the_same_to_the_byte(place, first):
+    place.run("replay", REPLAY=place.of("first"), ACTIVATION_CHECKPOINTING=1)
+    assert place.artifact("replay") == place.artifact("first")
+
+
+def test_a_stopped_run_resumes_to_the_same_byte(place, first):
+    place.run("stopped", stop_at(5), code=143)
+    assert not (place.of("stopped") / "result.json").exists()
+    place.resume("stopped")
+    assert place.artifact("stopped") == place.artifact("first")
+
+
+def test_two_ranks_do_what_one_does_and_masked_steps_are_counted(place, first):
+    """A micro-batch of one rank has a loss that is not finite: neither takes the step."""
+    spoil = """
+import os
+count = 0
+def forward(self, *given, inner=T.GPT.forward):
+    global count
+    loss = inner(self, *given)
+    if given[1:] and T.torch.is_grad_enabled():
+        count += 1
+        if count == 3 and os.environ.get("RANK") == "1":
+            return loss * float("nan")
+    return loss
+T.GPT.forward = forward
+"""
+    short = dict(ITERATIONS=6, EMA=0, SWA=0, QAT=0)
+    place.run("one", **short)
+    place.ranks("two", **short)
+    one, two = (list(place.logged(out, "train_loss").values()) for out in ("one", "two"))
+    assert two == pytest.approx(one, abs=2e-4) and place.result("two")["world_size"] == 2
+    place.ranks("spoilt", spoil, **short)
+    assert place.result("spoilt")["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param("adafactor", marks=missing(45)), pytest.param("adamw8bit", marks=missing(45))],
+)
+def test_more_optimizers_train(place, optimizer):
+    place.run(optimizer, OPTIMIZER=optimizer, ITERATIONS=12, EMA=0, SWA=0)
+    losses = list(place.logged(optimizer, "train_loss").values())
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_an_artifact_above_the_limit_ends_in_an_error(place):
+    child = place.run("large", code=1, ITERATIONS=6, ARTIFACT_BYTES_MAX=1000)
+    assert "ARTIFACT_BYTES_MAX" in child.out + child.err
+
+
+@missing(45)
+def test_a_run_ends_at_its_target(place):
+    place.run("target", ITERATIONS=30, VAL_LOSS_EVERY=5, TARGET_VAL_LOSS=5.9)
+    result = place.result("target")
+    assert result["steps"] in (5, 10) and result["train_seconds"] > 0
+
+
+@missing(45)
+def test_a_memory_snapshot_needs_cuda(place):
+    assert "MEMORY_SNAPSHOT" in place.refused("snapshot", MEMORY_SNAPSHOT=1)
+
+
+def test_mixtures_are_read_by_share(tiny_data):
+    both = f"{tiny_data}:0.75,{tiny_data}:0.25"
+    assert T.parse_mixture(both) == ((str(tiny_data),) * 2, pytest.approx([0.75, 0.25]))
+
+
+# ------------------------------------------------------------------- data, tokens, records, trackers
+def test_token_ids_are_sentencepieces_and_those_of_bytes(tiny_data):
+    facts = json.loads((tiny_data / "manifest.json").read_text())["tokenizer"]
+    text = "größer 日本 don't\n"
+    own = sentencepiece.SentencePieceProcessor(model_file=str(tiny_data / facts["file"]))
+    tokenizer = P.add_encoder(P.read_tokenizer(tiny_data / facts["file"], facts))
+    assert tokenizer.encode(text) == own.encode(text)
+    assert BYTES.encode(text) == spelt(text.encode().decode("latin-1"))
+
+
+def test_ids_of_merges_are_those_of_their_tokenizer(tmp_path):
+    theirs = write_tokenizer(tmp_path)
+    ours = P.load_tokenizer(tmp_path / "imported.tiktoken")
+    same(ours, theirs, "the other !!! é")
+
+
+def test_shards_are_read_as_one_stream(tiny_data):
+    shards = sorted(tiny_data.glob("*_train_*.bin"))
+    stream = T.TokenStream(shards, 400)
+    tokens = np.concatenate([np.fromfile(path, dtype="<u2", offset=1024) for path in shards])
+    assert len(stream) == len(tokens) and stream.read(5, 9).tolist() == tokens[5:14].tolist()
+
+
+@pytest.mark.full
+def test_records_are_checked():
+    path = next(path for path in sorted((ROOT / "records").glob("*/*")) if path.is_dir())
+    done = start([ROOT / "tools/record.py", "check", path], environment())
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------- quantization and adapters
+@pytest.mark.parametrize("group", [0, -1, 8])
+def test_deltas_have_1_to_8_bits_a_weight(group):
+    """Per tensor, per channel, per group; BitDelta's scale is the mean of the distances."""
+    base, delta = torch.randn(6, 16), 0.1 * torch.randn(6, 16)
+    size = Q.group_size(base, group)
+    errors = []
+    for bits in range(1, 9):
+        codes, scales = Q.quantize_delta(delta.flatten(), size, bits)
+        assert len(scales) == 96 // size
+        made = Q.add_delta(base, codes, scales.float(), group)
+        errors.append((made - base - delta).norm().item())
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.02 * delta.norm()
+    codes, scales = Q.quantize_delta(delta.flatten(), size, 1)
+    assert codes.tolist() == [1 if value >= 0 else -1 for value in delta.flatten()]
+    assert scales[0].item() == pytest.approx(delta.flatten()[:size].abs().mean().item())
+
+
+def test_a_delta_is_written_applied_and_compared(call, tmp_path):
+    base = pack(small_network(), BYTES, tmp_path / "base") / "model.upar"
+    tuned = pack(small_network(seed=1), BYTES, tmp_path / "tuned") / "model.upar"
+    code, out, err = call("bitdelta", base, tuned, tmp_path / "delta.upar", DISTILL_STEPS=0)
+    assert code == 0, err
+    assert "rel_frobenius" in out
+    assert (tmp_path / "delta.upar").stat().st_size < 23000
+    code, *_ = call("apply", base, tmp_path / "delta.upar", tmp_path / "made")
+    assert code == 0 and P.load_model("MODEL", str(tmp_path / "made"))
+
+
+@missing(45)
+def test_deltas_in_a_program():
+    base, weight = torch.randn(4, 128), torch.randn(4, 128)
+    quantizer = Q.BitDeltaQuantizer(group_size=128)
+    signs, scales = quantizer.quantize(weight, base)
+    made = quantizer.dequantize(base, signs, scales)
+    expected = base + (weight - base).sign() * (weight - base).abs().mean(1, keepdim=True)
+    assert torch.allclose(made, expected, atol=1e-6)
+
+
+def test_adapters_alone_are_trained_counted_and_merged():
+    net = small_network()
+    plain = copy.deepcopy(net)
+    count = sum(param.numel() for param in net.parameters())
+    assert train_sft.setup_lora_adapter(net, rank=8, alpha=16) is net
+    assert train_sft.freeze_model(net, trainable_layers=["lora"]) is net
+    trained = [param for param in net.parameters() if param.requires_grad]
+    added = sum(param.numel() for param in trained)
+    assert added + count == sum(param.numel() for param in net.parameters())
+    assert torch.equal(nats(net), nats(plain))
+    torch.optim.SGD(trained, 1.0).step(lambda: nats(net).mean().backward())
+    after = nats(net)
+    assert not torch.equal(after, nats(plain))
+    merged = train_sft.merge_lora(net)
+    assert {*merged.state_dict()} == {*plain.state_dict()}
+    assert torch.allclose(nats(merged), after, atol=1e-4)
+    refusal(train_sft.UserError, "lorra", train_sft.freeze_model, plain, ["lorra"])
+
+
+# --------------------------------------------------------------------------------------- post-training
+ROWS = {
+    "Alpaca": {"instruction": "q", "input": "", "output": "a"},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "messages": {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    },
+    "prompt/completion": {"prompt": "q", "completion": "a"},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_masked_and_packed(name):
+    settings = train_sft.Settings(train_seq_len=16)
+    said, row = train_sft.parse_row(ROWS[name], set(), BYTES, settings)
+    assert said == name
+    assert (row.ids.tolist(), row.targets.tolist()) == (spelt("^Uq.Aa"), spelt("----a."))
+    windows = train_sft.best_fit([row] * 5, range(5), 16)
+    assert sorted(map(len, windows)) == [1, 2, 2]  # of 6 tokens
+
+
+@pytest.mark.parametrize("kd_loss", choices(train_sft, "kd_loss"))
+def test_a_student_learns_from_a_teacher(kd_loss):
+    settings = train_sft.Settings(kd_loss=kd_loss, teacher="t", train_seq_len=16, qat=False)
+    row = train_sft.parse_row(ROWS["Alpaca"], set(), BYTES, settings)[1]
+    [batch] = train_sft.row_batches([row], [[0]], 99, torch.device("cpu"))
+    student, teacher = (small_network(seed).requires_grad_() for seed in (0, 1))
+    projection = train_sft.SFTTrainer(student, settings, teacher).projection
+    _, distance = train_sft.distilled_losses(student, teacher, projection, batch, settings)
+    assert distance.mean() > 0
+    distance.mean().backward()
+    assert sum(p.grad.abs().sum() for p in student.parameters() if p.grad is not None) > 0
+    if kd_loss != "projection":
+        _, distance = train_sft.distilled_losses(student, student, projection, batch, settings)
+        assert distance.abs().max() < 1e-6
+
+
+def test_losses_of_pairs_and_of_reward_models():
+    """Log-ratios 1 and -0.5 of answers of 5 and 4 tokens: x = 0.15 at BETA 0.1."""
+    pair = train_dpo.Pair(0, torch.ones(1), torch.ones(5), torch.ones(4), 0.0)
+    scores = torch.tensor([[-10.0, -12.0]], dtype=torch.float64)
+    found = {}
+    for name in choices(train_dpo, "objective"):
+        settings = train_dpo.Settings(objective=name, beta=0.1)
+        found[name] = train_dpo.pair_losses(
+            scores, torch.tensor([[-11.0, -11.5]]).double(), [pair], settings
+        )[0].item()
+    dpo = math.log1p(math.exp(-0.15))
+    expected = dict(dpo=dpo, cdpo=dpo + 0.015, robust=dpo - 0.125 * 0.15, ipo=(0.325 - 5) ** 2)
+    reward = math.log1p(math.exp(-2)) + train_dpo.Settings().centering * 22**2
+    assert found == pytest.approx(expected | dict(reward=reward), abs=1e-7)
+
+
+def rewarded(queries, texts):
+    return [float(len(text)) for text in texts]
+
+
+CLIPS = dict(left_clip_range=0.002, right_clip_range=0.003)
+
+
+@each_policy
+def test_trainers_in_a_program(module):
+    """As in the two seeds: train_step(queries, reward_function), and train() of a data set."""
+    name = module.__name__.removeprefix("train_").upper()
+    config = getattr(module, f"{name}Config")
+    trainer = getattr(module, f"{name}Trainer")
+    shape = dict(max_new_tokens=3, group_size=4, iterations=1, prompts_per_step=2, mini_batches=1)
+    own = trainer(small_network(), BYTES, config(learning_rate=1e-3, **CLIPS, **shape))
+    before = own.network.embed.detach().clone()
+    metrics = own.train_step(["12", "345"], rewarded)
+    assert math.isfinite(metrics["reward"]) and not torch.equal(own.network.embed, before)
+    given = dict(model=small_network(), ref_model=small_network(1), tokenizer=BYTES)
+    args = config(**shape, **CLIPS, kl_beta=0.1)
+    own = trainer(**given, args=args, train_dataset=["a", "bc"])
+    assert len(own.train(rewarded)) == 1
+
+
+@pytest.mark.parametrize("module", [train_grpo, train_gspo], ids=["grpo", "gspo"])
+def test_clips_are_asymmetric_and_advantages_are_of_groups(module):
+    """Ratios e^0.5 and e^-0.5 of one token each; by GSPO that is a sequence's ratio too."""
+    settings = module.Settings(left_clip_range=0.1, right_clip_range=0.3, kl_beta=0.0)
+    found = module.group_advantages(torch.tensor([[1.0, 0.0], [2.0, 2.0]]), "none", None)
+    assert found.tolist() == [[0.5, -0.5], [0.0, 0.0]]
+    zeros = torch.zeros(4, 1)
+    batch = SimpleNamespace(
+        advantages=torch.tensor([1.0, -1.0, 1.0, -1.0]),
+        old=zeros,
+        sampled=zeros,
+        reference=None,
+        mask=torch.ones(4, 1, dtype=torch.bool),
+    )
+    logps = torch.tensor([[0.5], [0.5], [-0.5], [-0.5]], requires_grad=True)
+    loss, _ = module.policy_loss(logps, batch, settings)
+    up, down = math.exp(0.5), math.exp(-0.5)
+    assert loss.flatten().tolist() == pytest.approx([-1.3, up, -down, 0.9])
+    loss.sum().backward()
+    assert logps.grad.flatten().tolist() == pytest.approx([0, up, -down, 0], abs=1e-6)
+
+
+@missing(46)
+def test_groups_of_one_reward_are_sampled_again():
+    assert any(
+        "resample" in name or "dynamic" in name for name in train_grpo.Settings.__dataclass_fields__
+    )
+
+
+def test_advantages_of_ppo_are_gae():
+    rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    found = train_ppo.advantage_estimates(rewards, values, mask, 0.9, 0.5)
+    last = 1 - 0.25
+    assert found[0].tolist() == pytest.approx([0.9 * 0.25 - 0.5 + 0.45 * last, last])
+
+
+def test_rewards_of_math_and_logic():
+    tasks = load_script(ROOT / "data/tasks.py")
+    texts = ["so #### 1,234", "it is 1234.", "no"]
+    answers = ["so it is\n#### 1234"] * 3
+    assert [mark >= 1 for mark in tasks.gsm8k([""] * 3, texts, answers)] == [True, True, False]
+    assert tasks.gsm8k_strict([""] * 3, texts, answers) == [1.0, 0.0, 0.0]
+    countdown = load_script(ROOT / "docs/examples/countdown.py")
+    assert countdown.expression_value("(3*7)+20") == 41
+    assert countdown.expression_value("__import__('os')") is None
+
+
+class Echo:
+    """Says the last letter back; the second answer ends it."""
+
+    def reset(self, seed):
+        self.turns = 0
+        return "q"
+
+    def step(self, text):
+        self.turns += 1
+        return "r", 1.0, self.turns == 2
+
+
+def test_conversations_with_an_environment_are_learned_from():
+    settings = train_grpo.Settings(
+        max_new_tokens=40, group_size=4, mini_batches=1, prompts_per_step=1, max_turns=3
+    )
+    own = train_grpo.GRPOEpisodeTrainer(small_network(), BYTES, settings)
+    own.environment = Echo
+    own.stop = frozenset(range(0, 264, 6))  # answers are short
+    metrics = own.train_step([0])
+    assert 1.0 <= metrics["reward"] <= 2.0
+
+
+# ---------------------------------------------------------------------- evaluation, in and out, documents
+def test_scores_of_a_model(tmp_path):
+    model = str(pack(small_network(), BYTES, tmp_path / "model"))
+    task = write_lines(tmp_path / "task.jsonl", [{"prompt": c, "answer": c} for c in "abcd"])
+    pairs = [{"prompt": c, "chosen": c, "rejected": "x"} for c in "abcd"]
+    pairs = write_lines(tmp_path / "pairs.jsonl", pairs)
+    common = dict(mode="score", artifact=model, device="cpu", max_new_tokens=3, eval_samples=4)
+    found = {}
+    for name, path, changes in (
+        ("task", task, {}),
+        ("preference", pairs, {}),
+        ("win", task, dict(score_model=model)),
+        ("quality", task, {}),
+    ):
+        settings = P.Settings(**common, score=name, score_path=str(path), **changes)
+        [found[name]] = P.score(settings).values()
+    assert 0 <= found["task"]["pass1"][0] <= found["task"]["pass4"][0] <= 1
+    assert found["preference"]["n"] == 4 and 0 <= found["preference"]["accuracy"][0] <= 1
+    assert found["win"]["win_rate"][0] == 0.5  # against itself
+    assert 0 <= found["quality"]["distinct1"] <= 1
+
+
+def test_a_model_goes_out_as_safetensors_and_comes_back(call, tmp_path):
+    words = "ARCH_MODE=llama NUM_LAYERS=2 MODEL_DIM=32 NUM_HEADS=2 TRAIN_SEQ_LEN=32"
+    settings = pretraining_settings(words)
+    torch.manual_seed(0)
+    net = T.GPT(T.model_config(settings, BYTES.vocab_size, 1))
+    folder = pack(net, BYTES, tmp_path / "model")
+    code, *_ = call("export", folder / "model.upar", tmp_path / "out")
+    assert code == 0
+    kind = json.loads((tmp_path / "out/config.json").read_text())["model_type"]
+    tensors = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
+    ours = P.load_model("MODEL", str(folder))[0]
+    assert kind == "llama" and any(torch.equal(w, ours.embed) for w in tensors.values())
+    write_tokenizer(tmp_path / "out")
+    code, _, err = call("import", tmp_path / "out", tmp_path / "back")
+    assert code == 0, err
+    back = P.load_model("MODEL", str(tmp_path / "back"))[0]
+    expected = ours.state_dict()
+    rows = len(back.embed)  # those that have a token
+    for name, tensor in back.state_dict().items():
+        assert torch.equal(tensor, expected[name][:rows] if name == "embed" else expected[name])
+
+
+def test_a_chat_answers_line_by_line(tmp_path, monkeypatch, capsys):
+    model = str(pack(small_network(), BYTES, tmp_path / "model"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/reset\nho\n"))
+    P.chat(P.Settings(mode="chat", artifact=model, device="cpu", max_new_tokens=4))
+    out, err = capsys.readouterr()
+    assert out.count("\n") >= 2 and "forgotten" in err
+
+
+GUIDES = sorted(path.name for path in ROOT.glob("docs/*.md"))
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_settings_in_the_commands_of_guides_are_settings(guide):
+    """Of `NAME=value … python train_x.py NAME=value`; a name that is wrong would be an error."""
+    for line in "".join(blocks(guide, "bash")).replace("\\\n", " ").splitlines():
+        words = line.split(" #")[0].split()
+        scripts = [word for word in words if re.fullmatch(r"(train_\w+|sample)\.py", word)]
+        if len(scripts) == 1 and "$" not in line and not line.startswith("for "):
+            module = importlib.import_module(scripts[0][:-3])
+            given = dict(word.split("=", 1) for word in words if re.match("[A-Z_0-9]+=", word))
+            given = {
+                name: value.strip("'\"")
+                for name, value in given.items()
+                if name not in ("RESUME", "SHARD")
+            }
+            config = given.pop("CONFIG", "") or next((w for w in words if w.endswith(".env")), "")
+            module.load_settings(module.Settings, given)
+            assert not config or config.startswith("my") or (ROOT / config).exists()
