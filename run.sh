@@ -62,12 +62,14 @@ setup() {
   say "Set-up: done"
 }
 
-# Sets CONFIG_LINES to the lines NAME=value of the CONFIG file, as train_gpt.py reads them.
+# Sets CONFIG_LINES to the lines NAME=value of the CONFIG file, as train_gpt.py reads them; `~` is the home folder.
 read_config() {
   CONFIG_LINES=""
   [ -n "${CONFIG-}" ] || return 0
-  CONFIG_LINES="$($RUN -c 'import sys; import train_gpt as T
-def show(): print(*map("=".join, T.read_config(sys.argv[1]).items()), sep="\n")
+  CONFIG_LINES="$($RUN -c 'import os, sys; import train_gpt as T
+def show():
+    for name, text in T.read_config(os.path.expanduser(sys.argv[1])).items():
+        print(name, os.path.expanduser(text), sep="=")
 sys.exit(T.exit_code(show))' "$CONFIG")" || exit $?
 }
 

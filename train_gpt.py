@@ -39,7 +39,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NewType, get_args
 
 import numpy as np
 import torch
@@ -49,8 +49,10 @@ import zstandard
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-
 # === shared: bounds ===
+Paths = NewType("Paths", str)  # of a setting: a file, a folder or several; `~` is the home folder
+
+
 def bounded(default, low, high=math.inf):
     """Return a setting with a lowest and a highest value; other numbers have a lowest of 0."""
     return field(default=default, metadata={"bounds": (low, high)})
@@ -66,20 +68,24 @@ class Settings:
 
     # run
     run_id: str = ""  # name of the run's folder; empty: a name made of the date
-    out_dir: str = "runs"  # folder in which runs are written
-    config: str = ""  # file of NAME=value lines; the environment overrides it
-    resume: str = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
-    replay: str = ""  # finished run to repeat step by step: its stored progress replaces the clock
+    out_dir: Paths = "runs"  # folder in which runs are written
+    config: Paths = ""  # file of NAME=value lines; the environment overrides it
+    resume: Paths = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
+    # finished run to repeat step by step: its stored progress replaces the clock
+    replay: Paths = ""
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of activations; auto: bfloat16 if fast
-    compile: bool = True  # torch.compile; on a CPU it needs a C++ compiler
+    # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
+    compile: Literal[False, True, "reduce-overhead", "max-autotune"] = True
     # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "auto"
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
+    memory_snapshot: bool = False  # CUDA: write memory_snapshot.pickle, for pytorch.org/memory_viz
     # data
-    data_path: str = "data/embedded"  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
-    tokenizer_path: str = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
+    # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
+    data_path: Paths = "data/embedded"
+    tokenizer_path: Paths = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     vocab_size: int = 0  # checked against the tokenizer; 0: not checked
     holdout_tokens: int = bounded(131072, 1)  # to choose raw, EMA or SWA weights
     # clock
@@ -95,11 +101,12 @@ class Settings:
     # log and validation
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
+    target_val_loss: float = 0.0  # the run ends at the first validation at or under it; 0: none
     eval_stride: int = 512  # stride of the sliding-window score; 0: leave that score out
     eval_stateful: bool = False  # also score whole documents with their state carried on; slow
     # model
     # a run, a checkpoint or an artifact; empty: a new network, in train_gpt.py and train_sft.py
-    init_from: str = ""
+    init_from: Paths = ""
     # see ARCH_PRESETS
     arch_mode: Literal["D", "gdn", "hybrid", "baseline", "llama", "qwen2", "qwen3", "qwen3_5"] = "D"
     layer_pattern: str = "g g g g g s1 g g g g g s1"  # g GDN, s sliding window, a full attention
@@ -124,12 +131,11 @@ class Settings:
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
     scalar_lr: float = 0.02  # learning rate of gains, mixes, convolutions, GDN's decay and step
-    muon_momentum: float = bounded(0.95, 0.0, 1.0)  # after 5% of the run; it begins at 0.85
     muon_wd: float = 0.04  # decoupled weight decay of matrices, under every optimizer
     grad_clip_norm: float = 0.0  # largest global gradient norm; 0: no clipping
     # schedule, in shares of the run
-    # shape of the warmdown, see Plan.rates; constant has none, and no floor
-    lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"
+    # shape of the warmdown, see Plan.rates; cosine falls over the whole run, constant not at all
+    lr_schedule: Literal["linear", "flat_cosine", "wsd", "cosine", "constant"] = "linear"
     warmup_frac: float = bounded(0.01, 0.0, 1.0)  # share in which the learning rate rises from 0
     warmdown_frac: float = bounded(0.5, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
@@ -143,6 +149,11 @@ class Settings:
 
     def __post_init__(self):
         check_settings(self)
+        if self.target_val_loss and not self.val_loss_every:
+            raise UserError(
+                f"TARGET_VAL_LOSS={self.target_val_loss}: VAL_LOSS_EVERY must be above 0, or no "
+                "validation sees it"
+            )
 
 
 # === shared: settings ===
@@ -150,112 +161,218 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# Settings of other projects and of older versions that have no counterpart here. In the environment
-# they are errors, not ignored in silence.
-ABSENT_SETTINGS = (
-    "ADAM_WD",
-    "DROPOUT",
-    "LOG_INTERVAL",
-    "MAX_SEQ_LEN",
-    "MUON_MOMENTUM_WARMUP_STEPS",
-    "MUON_WEIGHT_DECAY",
-    "QK_NORM",
-    "SEQ_LEN",
-    "TARGET_VAL_LOSS",
-    "TTT_ENABLED",
-    "XSA_LAST_N",
-)
-
-# Names that nanoGPT, modded-nanogpt, Parameter Golf and TRL use, and the settings or constants that
-# do the same job here.
-ALIASES = {
+# Names that nanoGPT, modded-nanogpt, Parameter Golf, TRL and older versions of these scripts use.
+# In the environment they are errors, not ignored in silence. A text is the setting, here or in
+# another script, that does the same job. A number is the value of a constant: the name is accepted
+# with this value, so that pasted commands run.
+OTHER_NAMES = {
+    "ADAM_EPS": 1e-8,
+    "ADAM_WD": 0.0,
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
+    "BETA1": 0.9,
+    "BETA2": 0.99,
+    "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
     "DATASET": "DATA_PATH",
+    "DROPOUT": 0.0,
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
+    "EMBED_BITS": 8,
     "EMBED_LR": "TIED_EMBED_LR",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "GPTQ_CALIBRATION_BATCHES": 0,  # quantize.py pack --gptq has it
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
+    "HEAD_LR": 0.004,
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
+    "LOGIT_SOFTCAP": 30.0,
+    "LOG_INTERVAL": "LOG_SECONDS",
+    "LOG_SECONDS": 10.0,
     "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
     "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
     "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
     "MAX_ITERS": "ITERATIONS",
+    "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MUON_BACKEND_STEPS": 5,
+    "MUON_MOMENTUM": 0.95,
+    "MUON_MOMENTUM_WARMUP_START": 0.85,
+    "MUON_MOMENTUM_WARMUP_STEPS": "MUON_WARMUP_FRAC",
+    "MUON_WARMUP_FRAC": 0.05,
+    "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
     "QAT_ENABLED": "QAT",
+    "QK_NORM": "QK_GAIN_INIT",
+    "ROPE_BASE": 10000.0,
+    "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
+    "TIED_EMBED_INIT_STD": 0.005,
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
+    "TTT_ENABLED": 0,
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
-    "WEIGHT_DECAY": "MUON_WD",
-}
-
-# Constants of this script that are settings elsewhere. Their values are accepted, so that pasted
-# commands run.
-RETIRED_SETTINGS = {
-    "ADAM_EPS": 1e-8,
-    "BETA1": 0.9,
-    "BETA2": 0.99,
-    "BIGRAM_DIM": 64,
-    "EMBED_BITS": 8,
-    "GPTQ_CALIBRATION_BATCHES": 0,  # quantize.py pack --gptq has it
-    "HEAD_LR": 0.004,
-    "LOGIT_SOFTCAP": 30.0,
-    "LOG_SECONDS": 10.0,
-    "MUON_BACKEND_STEPS": 5,
-    "MUON_MOMENTUM_WARMUP_START": 0.85,
-    "ROPE_BASE": 10000.0,
-    "TIED_EMBED_INIT_STD": 0.005,
     "WARMUP_STEPS": 2,
+    "WEIGHT_DECAY": "MUON_WD",
+    "XSA_LAST_N": 0,
 }
 
-
-# Settings that name files or folders; a `~` at the beginning of each is the home folder.
-PATH_SETTINGS = (
+# The settings of all scripts: one that is meant for another script is an error, too.
+OUR_SETTINGS = {
+    "ACTIVATION_CHECKPOINTING",
+    "ARCH_MODE",
     "ARTIFACT",
+    "ARTIFACT_BYTES_MAX",
+    "ATTN_WINDOW",
+    "BETA",
+    "BIGRAM_VOCAB_SIZE",
+    "CENTERING",
+    "COMPILE",
     "CONFIG",
     "DATA_PATH",
+    "DELTA_BITS",
+    "DELTA_GROUP",
+    "DELTA_SCALE_BITS",
+    "DELTA_STEP",
+    "DEVICE",
+    "DISCOUNT",
+    "DISTILL_LR",
+    "DISTILL_STEPS",
+    "DTYPE",
+    "EMA",
     "ENVIRONMENT",
+    "EPOCHS",
+    "EVAL_PROMPTS",
+    "EVAL_SAMPLES",
+    "EVAL_STATEFUL",
+    "EVAL_STRIDE",
+    "GAE_LAMBDA",
+    "GDN_LIGHT",
+    "GRAD_CLIP_NORM",
+    "GROUP_SIZE",
+    "HELD_OUT",
+    "HOLDOUT_TOKENS",
+    "IMPORTANCE",
     "INIT_FROM",
+    "ITERATIONS",
+    "KD_ALPHA",
+    "KD_BETA",
+    "KD_LOSS",
+    "KD_TEMPERATURE",
+    "KD_TOP_K",
+    "KERNELS",
+    "KL_BETA",
+    "KL_SHAPING",
+    "KL_TARGET",
+    "LABEL_SMOOTHING",
+    "LAYER_PATTERN",
+    "LAYOUT",
+    "LEARNING_RATE",
+    "LEFT_CLIP_RANGE",
+    "LORA_ALPHA",
+    "LORA_RANK",
+    "LR_FLOOR",
+    "LR_SCHEDULE",
+    "MARGIN",
+    "MATRIX_BITS",
+    "MATRIX_LR",
+    "MAX_NEW_TOKENS",
+    "MAX_TURNS",
+    "MAX_WALLCLOCK_SECONDS",
+    "MEMORY_SNAPSHOT",
+    "MICRO_BATCH_TOKENS",
+    "MINI_BATCHES",
+    "MLP",
+    "MLP_MULT",
+    "MODE",
+    "MODEL_DIM",
+    "MUON_WD",
+    "NORM",
+    "NUM_HEADS",
+    "NUM_KV_HEADS",
+    "NUM_LAYERS",
+    "NUM_SAMPLES",
+    "OBJECTIVE",
+    "OPTIMIZER",
     "OUT_DIR",
+    "PAIRS_PER_STEP",
+    "POSITIONS",
+    "PROMPT",
+    "PROMPTS_PER_STEP",
+    "QAT",
+    "QK_GAIN_INIT",
+    "RATIO_LIMIT",
+    "REDUCTION",
     "REPLAY",
+    "RESERVE_SECONDS",
     "RESUME",
     "REWARD",
     "REWARD_MODEL",
+    "RIGHT_CLIP_RANGE",
+    "ROPE_DIMS",
+    "RUN_ID",
+    "SAMPLES_EVERY",
+    "SAVE_EVERY",
+    "SCALAR_LR",
+    "SCALE_REWARDS",
+    "SCORE",
     "SCORE_FILE",
     "SCORE_JUDGE",
     "SCORE_MODEL",
     "SCORE_PATH",
+    "SEED",
+    "SHARD",
+    "SWA",
+    "SYSTEM",
+    "TARGET_VAL_LOSS",
     "TEACHER",
+    "TEMPERATURE",
+    "TIED_EMBED_LR",
+    "TIE_EMBEDDINGS",
     "TOKENIZER_PATH",
+    "TOOLS",
+    "TOP_K",
+    "TOP_P",
+    "TRACKER",
+    "TRAIN_BATCH_TOKENS",
     "TRAIN_FILES",
+    "TRAIN_ON",
+    "TRAIN_SEQ_LEN",
     "VAL_FILES",
-)
+    "VAL_LOSS_EVERY",
+    "VOCAB_SIZE",
+    "WARMDOWN_FRAC",
+    "WARMDOWN_ITERS",
+    "WARMUP_FRAC",
+    "WEIGHT_DECAY",
+}
 
 
-NUMBER_NAMES = {int: "a whole number", float: "a number"}
+def setting_text(value):
+    """Return the value of a setting as the environment has it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def parse_setting(setting, text):
-    """Return the value of a setting written as text; text of a wrong type, for check_settings."""
-    if setting.type is bool and text in ("0", "1"):
+    """Return the value of a setting written as text; text that is none stays, for check_settings."""
+    kind = setting.type
+    if kind is Paths:
+        # A shell replaces `~` in OUT_DIR=~/x, but not in a config, in quotes or in --out_dir=~/x.
+        return ",".join(map(os.path.expanduser, text.split(",")))
+    if text in ("0", "1") and (kind is bool or True in get_args(kind)):
         return text == "1"
-    if setting.type in NUMBER_NAMES:
+    if kind in (int, float):
         with contextlib.suppress(ValueError):
-            return setting.type(text)
+            return kind(text)
     return text
 
 
@@ -265,49 +382,39 @@ def check_settings(settings):
         value = getattr(settings, setting.name)
         kind = setting.type
         choices = get_args(kind)
+        low, high = setting.metadata.get("bounds", (0, math.inf))
         if choices:
             is_allowed = value in choices
-            allowed = f"one of {', '.join(choices)}"
+            allowed = f"one of {', '.join(map(setting_text, choices))}"
         elif kind is bool:
             is_allowed = isinstance(value, bool)
             allowed = "0 or 1 (in a program a bool)"
-        elif kind is str:
+        elif kind in (str, Paths):
             is_allowed = isinstance(value, str)
             allowed = "a string"
         else:
-            low, high = setting.metadata.get("bounds", (0, math.inf))
             # An int may stand for a float, but True for no number; a NaN is in no range.
             is_allowed = type(value) in (int, kind) and low <= value <= high and value < math.inf
-            allowed = f"{NUMBER_NAMES[kind]} from {low} to {high}"
+            allowed = f"a {'whole ' * (kind is int)}number from {low} to {high}"
         if not is_allowed:
             raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
 
 
-def sibling_settings():
-    """Return the names of all settings of the scripts in this script's folder."""
-    names = []
-    for path in Path(__file__).parent.glob("*.py"):
-        _, _, rest = path.read_text(encoding="utf-8").partition("\nclass Settings:\n")
-        names += re.findall(r"\n    (\w+): ", rest.partition("\n\n\n")[0].upper())
-    return names
-
-
 def check_name(name, text, names):
-    """Raise UserError for a name that is no setting, with the setting that was probably meant.
+    """Raise UserError for a name that is no setting, with the one that was probably meant.
 
-    A retired setting with the value of its constant is accepted.
+    A name for a constant is accepted with the constant's value.
     """
-    message = f"{name}={text!r}: no setting of this script"
     meant = name
-    while meant in ALIASES and meant not in names:
-        meant = ALIASES[meant]
+    while meant not in names and isinstance(OTHER_NAMES.get(meant), str):
+        meant = OTHER_NAMES[meant]
+    message = f"{name}={text!r}: no setting of this script"
     close_names = difflib.get_close_matches(meant, names, 1)
-    if meant in RETIRED_SETTINGS:
-        value = RETIRED_SETTINGS[meant]
+    if meant not in names and meant in OTHER_NAMES:
         with contextlib.suppress(ValueError):
-            if float(text) == value:
+            if float(text) == OTHER_NAMES[meant]:
                 return
-        message += f", which has the constant {meant} = {value}"
+        message += f", in which {meant} is always {OTHER_NAMES[meant]}"
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(
@@ -317,76 +424,51 @@ def check_name(name, text, names):
 
 def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
-    are none here: near misses, names that other projects use, settings of the scripts beside this,
-    constants of this script.
+    are none here: near misses, names in the tables above, constants of this script.
     """
-    known = {
-        *names,
-        *ALIASES,
-        *ABSENT_SETTINGS,
-        *RETIRED_SETTINGS,
-        *sibling_settings(),
-        *filter(str.isupper, globals()),
-        "CONFIG",
-    }
+    constants = filter(str.isupper, globals())
+    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *constants, "CONFIG"}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
-        name: expand_home(name, environ[name])
+        name: environ[name]
         for name in environ.keys() - ignored
         if name in known or difflib.get_close_matches(name, names, 1, 0.85)
     }
 
 
-def expand_home(name, text):
-    """Return the text of a setting; of a path, or a list of paths, with `~` for the home folder.
-
-    A shell replaces `~` in OUT_DIR=~/x, but not in a config file, in quotes or in --out_dir=~/x.
+def parse_config_line(line):
+    """Return name and text of a line of a config file, as a shell reads it, except that a value
+    without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
     """
-    if name not in PATH_SETTINGS:
-        return text
-    return ",".join(map(os.path.expanduser, text.split(",")))
-
-
-def config_value(text):
-    """Return the value behind NAME=, as a shell reads it: in quotes, or up to a ` #`.
-
-    Raises ValueError for a quote that is not closed. Inside an unquoted value (it's) it is text.
-    """
-    value = text.strip()
-    if value[:1] not in ("'", '"'):
-        return re.split(r"\s#", text)[0].strip()
-    words = shlex.split(value, comments=True)
+    match = re.fullmatch(r"(?:export\s+)?([^#=\s]+)\s*=(.*)", line.strip())
+    if match is None:
+        raise ValueError("is not NAME=value")
+    name, text = match.groups()
+    if text.strip()[:1] not in ("'", '"'):
+        return name, re.split(r"\s#", text)[0].strip()  # it's and a#b are text
+    words = shlex.split(text, comments=True)
     if len(words) > 1:
-        raise ValueError("text stands behind the closing quotation")
-    return words[0]
+        raise ValueError("has text behind the closing quotation")
+    return name, words[0]
 
 
 def read_config(path):
-    """Return the NAME=value lines of a config file, as a shell reads them, with two differences: a
-    value without quotes may have spaces, and nothing but `~` is replaced. Raises UserError.
-    """
-    if not Path(path).is_file():
-        raise UserError(f"CONFIG={path!r}: no such file")
+    """Return the lines NAME=value of a config file. Raises UserError, which names file and line."""
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")  # Windows writes a mark before the text
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: must be text in UTF-8; {error}") from None
+        text = Path(path).read_text(encoding="utf-8-sig")  # Windows writes a mark before the text
+    except (OSError, ValueError) as error:
+        raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
     given = {}
-    for number, line in enumerate(re.split("\r\n|\r|\n", text), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        name, equals, value = line.partition("=")
-        name = re.sub(r"^export\s+", "", name.strip())
-        if not equals or "#" in name:
-            raise UserError(f"{path}, line {number}: {line!r} is not NAME=value")
-        if name in given:
-            raise UserError(f"{path}, line {number}: {name} stands in the file twice")
         try:
-            given[name] = expand_home(name, config_value(value))
+            name, value = parse_config_line(line)
+            if name in given or name == "CONFIG":
+                raise ValueError(f"{name} cannot stand in a config, or not twice")
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {line!r}: {error}") from None
-    if "CONFIG" in given:
-        raise UserError(f"{path}: CONFIG cannot stand in a config file")
+        given[name] = value
     return given
 
 
@@ -395,17 +477,14 @@ def read_arguments(arguments):
     given = {}
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
-        if equals:
-            name = name.upper()
-            value = expand_home(name, value)
-        elif argument.endswith(".env"):
-            name = "CONFIG"
+        if not equals and argument.endswith(".env"):
+            name = "config"
             value = argument
-        else:
+        elif not equals:
             raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
-        if name in given:
-            raise UserError(f"{argument!r}: the command line has {name} twice")
-        given[name] = value
+        if name.upper() in given:
+            raise UserError(f"{argument!r}: the command line has {name.upper()} twice")
+        given[name.upper()] = value
     return given
 
 
@@ -414,7 +493,7 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
 
     presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
     override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given texts (NAME -> text) that returns the values of another run, which replace the defaults.
+    given values (NAME -> value) that returns values in place of the defaults.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
     if not {"--help", "-h"}.isdisjoint(arguments):
@@ -423,27 +502,24 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
         sys.exit()
     settings = {setting.name.upper(): setting for setting in fields(cls)}
     above = {**read_environment(environ, settings), **read_arguments(arguments)}
-    path = above.get("CONFIG")
+    path = os.path.expanduser(above.get("CONFIG", ""))
     config = read_config(path) if path else {}
-    given = {**config, **above}
-    for name in sorted(given.keys() - {*settings, "CONFIG"}):
-        check_name(name, given[name], settings)
-
-    values = stored(given) if stored else {}
-    if values.keys() - cls.__dataclass_fields__:
-        name = "RESUME" if given.get("RESUME") else "REPLAY"
-        raise UserError(
-            f"{name}={given.get(name, '')!r}: must name a run of this script, in this version"
-        )
+    layers = []
     for texts in (config, above):
-        for name in presets:
-            if name in texts:
-                # A choice in the file has no effect if the environment or an argument has another.
-                values.update(presets[name].get(given[name], {}))
-        for name, setting in settings.items():
-            if name in texts:
-                values[setting.name] = parse_setting(setting, texts[name])
-    return cls(**{name: values[name] for name in values if name.upper() in settings})
+        for name in sorted(texts.keys() - {*settings, "CONFIG"}):
+            check_name(name, texts[name], settings)
+        names = texts.keys() & settings
+        layers.append({name: parse_setting(settings[name], texts[name]) for name in names})
+
+    given = {**layers[0], **layers[1]}
+    values = stored(given) if stored else {}
+    for layer in layers:
+        for name in layer.keys() & presets:
+            # A choice in the file has no effect if the environment or an argument has another.
+            values.update(presets[name].get(given[name], {}))
+        values.update({name.lower(): value for name, value in layer.items()})
+    # A preset of ARCH_MODE has more fields of the network's shape than there are settings.
+    return cls(**{name: values[name] for name in values.keys() & cls.__dataclass_fields__})
 
 
 # === end: settings ===
@@ -2663,6 +2739,15 @@ class Plan(Saved):
             self.warmdown = settings.warmdown_iters / max(1, settings.iterations)
         if self.lr_schedule == "constant":
             self.warmdown = 0.0
+        if self.lr_schedule == "cosine":
+            self.warmdown = 1 - self.warmup  # as in nanoGPT
+            for name in ("warmdown_frac", "warmdown_iters"):
+                value = getattr(settings, name)
+                if value != getattr(Settings, name):
+                    raise UserError(
+                        f"{name.upper()}={value}: must be left out with LR_SCHEDULE=cosine, which "
+                        "falls from the warm-up on; flat_cosine falls in the warmdown alone"
+                    )
         if self.warmup + self.warmdown > 1:
             warmdown = f"WARMDOWN_FRAC={self.warmdown}"
             if settings.warmdown_iters:
@@ -2693,7 +2778,7 @@ class Plan(Saved):
             return 1.0
         left = 1 - progress + self.step_share  # share of the run from the begin of this step on
         height = min(1.0, left / self.warmdown)  # linear: 1 to 0 in the warmdown
-        if self.lr_schedule == "cosine":
+        if self.lr_schedule in ("cosine", "flat_cosine"):
             height = 0.5 - 0.5 * math.cos(math.pi * height)
         elif self.lr_schedule == "wsd":
             height = 1 - math.sqrt(1 - height)  # arXiv 2405.18392
@@ -3730,12 +3815,11 @@ def read_facts(name, path, kinds):
 def read_run_facts(name, path, kinds):
     """Return what read_facts does, of a file that has all settings, too. Raises UserError."""
     facts = read_facts(name, path, {**kinds, "settings": dict})
-    for setting in fields(Settings):
-        if setting.name not in facts["settings"]:
-            raise UserError(
-                f"{name}: {path} has no {setting.name.upper()}; must be of a run of this script, in "
-                "this version"
-            )
+    for setting in sorted(facts["settings"].keys() ^ Settings.__dataclass_fields__):
+        has = "has" if setting in facts["settings"] else "has no"
+        raise UserError(
+            f"{name}: {path} {has} {setting.upper()}; must be of a run of this script, in this version"
+        )
     return facts
 
 
@@ -3762,8 +3846,7 @@ def describe_start(settings, source, values):
     chosen = []
     for name, value in values.items():
         if getattr(settings, name) == value:
-            text = int(value) if isinstance(value, bool) else value
-            chosen.append(f"{name.upper()}={text}")
+            chosen.append(f"{name.upper()}={setting_text(value)}")
     if chosen:
         lines.append(
             "start: the model was imported, so these settings, where they are not given, are: "
@@ -3789,7 +3872,7 @@ def reserve_for(weights):
 def stored_settings(given):
     """Return the settings of the run that RESUME or REPLAY names, or {} if neither is given.
 
-    given: name of a setting -> text. Raises UserError if the run cannot be continued or repeated.
+    given: name of a setting -> value. Raises UserError if the run cannot be continued or repeated.
     """
     out_dir = given.get("OUT_DIR", Settings.out_dir)
     if given.get("RESUME"):
@@ -4036,7 +4119,7 @@ class Run(Saved):
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.saved_step = -1  # of the newest checkpoint
-        self.ended = ""  # why training has ended: "iterations", "clock" or "replay"
+        self.ended = ""  # why training has ended: "iterations", "clock", "replay" or "target"
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None.
@@ -4073,9 +4156,7 @@ class Run(Saved):
         self.log(name_values(describe_machine(self.runtime)))
         for name, value in asdict(self.settings).items():
             mark = " " if value == getattr(Settings, name) else "*"
-            if isinstance(value, bool):
-                value = int(value)
-            self.log(f"{mark} {name.upper()}={value}")
+            self.log(f"{mark} {name.upper()}={setting_text(value)}")
 
     def event(self, name, **facts):
         """Log an event that result.json reports too."""
@@ -4207,13 +4288,17 @@ class Run(Saved):
                     fault += f", nor is the first loss: the start is bad, INIT_FROM={start!r}"
         return self.runtime.agree(fault)
 
-    def end_training(self):
-        """Log why training has ended, and write progress.json, which a replay needs."""
-        self.ended = self.clock.end_reason(self.step)
+    def end_training(self, reason=""):
+        """Log why training has ended, and write progress.json, which a replay needs.
+
+        reason: "target", or empty if the clock knows.
+        """
+        self.ended = reason or self.clock.end_reason(self.step)
         settings = self.settings
         done = f"after step {self.step} of {self.log.iterations or 'no limit'}"
         limits = {
             "iterations": "all steps are done",
+            "target": "the loss of validation has reached its target",
             "replay": f"so has the run that REPLAY={settings.replay} repeats",
             "clock": f"MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds:g} less "
             f"RESERVE_SECONDS={settings.reserve_seconds:g} leave no time for another one",
@@ -4277,7 +4362,8 @@ class Run(Saved):
                 self.log(f"{key}: {value}")
         faults = []
         for name in self.plan.planned.keys() - self.plan.phases:
-            faults.append(f"phase {name} was enabled and never fired")
+            if self.ended != "target":  # such a run may end before its phases
+                faults.append(f"phase {name} was enabled and never fired")
         if 0 < self.settings.artifact_bytes_max < result["total_bytes"]:
             faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
         faults += [f"the score {name} is not finite" for name in bad_scores(result)]
@@ -4388,7 +4474,7 @@ def imported_values(stored):
 def start_settings(given):
     """Return values in place of the defaults: those of a run that goes on, or the shape of INIT_FROM.
 
-    given: name of a setting -> text.
+    given: name of a setting -> value.
     """
     stored_values = stored_settings(given)
     if stored_values or not given.get("INIT_FROM"):
@@ -4478,6 +4564,25 @@ def keep_memory():
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, in bytes
 
 
+def record_memory(device):
+    """Let PyTorch remember what allocates and frees memory, with stacks. Raises UserError on a CPU."""
+    if device.type != "cuda":
+        raise UserError("MEMORY_SNAPSHOT=1: must be 0 on a CPU; it records the memory of CUDA")
+    torch.cuda.memory._record_memory_history()
+
+
+def write_memory_snapshot(run):
+    """Write rank 0's memory_snapshot.pickle, which pytorch.org/memory_viz shows, and record no more.
+
+    It has the network, the optimizer and the untimed steps, which are like all others.
+    """
+    path = run.folder / "memory_snapshot.pickle"
+    if run.runtime.rank == 0:
+        torch.cuda.memory._dump_snapshot(str(path))
+        run.log(f"memory: {path}")
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def activation_dtype(name, device):
     """Return the dtype of activations; "auto" is bfloat16 if the device has units for it."""
     if name == "auto":
@@ -4490,7 +4595,8 @@ def compile_model(network, settings):
     """Return the network compiled into one graph or, with COMPILE=0, the network itself."""
     if not settings.compile:
         return network
-    return torch.compile(network, dynamic=False, fullgraph=True)
+    mode = "default" if settings.compile is True else settings.compile
+    return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)
 
 
 def forward_backward(model, batches, step):
@@ -4655,6 +4761,8 @@ def main():
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
     device = runtime.device
+    if settings.memory_snapshot:
+        record_memory(device)
     keep_memory()
     clock = Clock(settings, runtime, replayed_progress(settings))
     data = open_data(settings)
@@ -4705,7 +4813,11 @@ def main():
     choose_kernels(settings.kernels, network, runtime, log)
     # On a CPU the default settings take minutes a step.
     log("warm-up: compiling and allocating, outside the clock; configs/cpu.env is made for CPUs")
-    warm_up(model, optimizers, batches, settings)
+    try:
+        warm_up(model, optimizers, batches, settings)
+    finally:  # also if memory is short
+        if settings.memory_snapshot:
+            write_memory_snapshot(run)
     log(
         f"batch: {batches.rows // batches.micro_rows} micro-steps of {batches.micro_rows} windows "
         "on each rank"
@@ -4727,6 +4839,7 @@ def main():
         log(f"before training: val_{score}")
 
     metrics = {}
+    target = {}  # steps and seconds until TARGET_VAL_LOSS was reached
     stopping = False
     stop_signal = StopSignal()
     clock.start()
@@ -4742,6 +4855,9 @@ def main():
             with clock.paused():
                 score = scorer.score(model, data.val)
             log.metrics(run.step, {"val_loss": score.loss, "val_bpb": score.bpb})
+            if score.loss <= settings.target_val_loss:
+                target = {"target_steps": run.step, "target_seconds": clock.elapsed()}
+                last_step = True
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or save_is_due:
             with clock.paused():
@@ -4776,7 +4892,7 @@ def main():
 
         # 5. Update the weights and their averages.
         warm = min(1.0, progress / MUON_WARMUP_FRAC)
-        momentum = MUON_MOMENTUM_START + warm * (settings.muon_momentum - MUON_MOMENTUM_START)
+        momentum = MUON_MOMENTUM_START + warm * (MUON_MOMENTUM - MUON_MOMENTUM_START)
         optimizers.step(multiplier, skip, momentum)
         for name, average in averages.items():
             if plan.is_on(name):
@@ -4790,7 +4906,7 @@ def main():
     if stopping:
         return run.leave_stopped(stop_signal)
     handle_stop_signals(signal.SIG_DFL)
-    run.end_training()
+    run.end_training("target" if target else "")
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
@@ -4814,6 +4930,7 @@ def main():
         "dtype": str(network.dtype).removeprefix("torch."),
         "weights": chosen,
         "init_from": str(start.file) if start else "",
+        **target,
         **packed,
         "before_quantization": before.result(),
         **data.yardsticks,

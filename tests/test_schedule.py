@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import Child, environment, rank_environments, server
+from conftest import Child, environment, rank_environments, refusal, server
 
 
 class FakeTime:
@@ -75,14 +75,14 @@ def never_fired(plan):
 
 
 @pytest.mark.parametrize("name", SPEEDS)
-@pytest.mark.parametrize("shape", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("shape", ["linear", "flat_cosine", "wsd"])
 def test_every_phase_fires_and_the_rate_reaches_its_floor(name, shape):
     plan, clock, multipliers, ended = run(settings(lr_schedule=shape, lr_floor=0.1), SPEEDS[name])
     assert never_fired(plan) == []
     assert set(plan.planned) == set(plan.phases) == {"warmup", "warmdown", "ema", "swa", "qat"}
     assert all(phase["steps"] > 0 for phase in plan.phases.values())
     step = clock.median_step()
-    slope = 0.9 / plan.warmdown * (math.pi / 2 if shape == "cosine" else 1.0)  # the steepest
+    slope = 0.9 / plan.warmdown * (math.pi / 2 if shape == "flat_cosine" else 1.0)  # the steepest
     # The last step has the rate of its begin, and ends up to a step before the clock does.
     assert 0.1 < multipliers[-1] <= 0.1 + slope * (plan.step_share + 1.6 * step / 100.0)
     assert ended <= 100.0 + 2 * step
@@ -109,7 +109,7 @@ def test_iterations_alone_end_the_run_at_the_floor():
 
 
 @pytest.mark.parametrize("count", [0, 60])
-@pytest.mark.parametrize("shape", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("shape", ["linear", "flat_cosine", "wsd"])
 @pytest.mark.parametrize(
     "seconds",
     [
@@ -159,7 +159,7 @@ def test_multiplier_against_closed_forms():
     assert plan.rates(0.8) == pytest.approx(0.2 + 0.8 * 0.5)
     assert plan.rates(1.0) == pytest.approx(0.2)
     cosine = T.Plan(
-        settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2, lr_schedule="cosine")
+        settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2, lr_schedule="flat_cosine")
     )
     assert cosine.rates(0.9) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 0.75)) / 2)
     wsd = T.Plan(settings(warmup_frac=0.1, warmdown_frac=0.4, lr_floor=0.2, lr_schedule="wsd"))
@@ -169,6 +169,18 @@ def test_multiplier_against_closed_forms():
     )  # a quarter of the warmdown: 1 - sqrt(1/4)
     assert wsd.rates(0.6 + 0.4 * 0.81) == pytest.approx(0.2 + 0.8 * 0.1)  # 1 - sqrt(0.81)
     assert wsd.rates(1.0) == pytest.approx(0.2)
+
+
+def test_cosine_falls_from_the_warm_up_on_as_in_nanogpt():
+    plan = T.Plan(settings(warmup_frac=0.1, lr_floor=0.2, lr_schedule="cosine"))
+    assert plan.planned["warmdown"] == (pytest.approx(0.1), 1.0)
+    for at in (0.1, 0.3, 0.55, 0.9, 1.0):  # get_lr of nanoGPT's train.py
+        coefficient = 0.5 * (1.0 + math.cos(math.pi * (at - 0.1) / (1.0 - 0.1)))
+        assert plan.rates(at) == pytest.approx(0.2 + coefficient * (1 - 0.2))
+    for changes in ({"warmdown_frac": 0.3}, {"warmdown_iters": 400, "iterations": 2200}):
+        given = settings(lr_schedule="cosine", **changes)
+        message = "^WARMDOWN_(FRAC=0.3|ITERS=400): must be left out with .*; flat_cosine falls"
+        refusal(T.UserError, message, T.Plan, given)
 
 
 def test_constant_has_no_warmdown_whatever_its_length_says():

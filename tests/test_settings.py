@@ -156,6 +156,7 @@ WRONG_VALUES = [
     ("matrix_bits", 1, "must be a whole number from 2 to 8"),
     ("train_seq_len", 1, "must be a whole number from 2 to inf"),
     ("device", "gpu", "must be one of auto, cpu, cuda"),
+    ("compile", "2", "must be one of 0, 1, reduce-overhead, max-autotune"),
     ("arch_mode", "E", "must be one of D, gdn, hybrid, baseline, llama, qwen2, qwen3, qwen3_5"),
 ]
 
@@ -188,11 +189,13 @@ def test_a_wrong_value_in_a_program_is_refused(module, name, value):
 @scripts
 def test_defaults_are_values_that_the_environment_may_give(module):
     for field in fields(module.Settings):
-        text = str(int(field.default)) if field.type is bool else str(field.default)
-        assert module.parse_setting(field, text) == field.default, field.name
-        assert type(field.default) is (str if get_args(field.type) else field.type), field.name
-        assert field.type in (int, float, bool, str) or all(
-            type(word) is str for word in get_args(field.type)
+        text = module.setting_text(field.default)
+        assert module.parse_setting(field, text) is field.default or text == str(field.default)
+        choices = get_args(field.type)
+        assert (
+            field.default in choices
+            or choices == ()
+            and isinstance(field.default, str if field.type is module.Paths else field.type)
         )
 
 
@@ -213,9 +216,8 @@ def test_the_environment_wins_over_the_config(tmp_path):
 
 
 @scripts
-def test_every_script_reads_a_config_also_alone_in_its_folder(module, tmp_path, monkeypatch):
+def test_every_script_reads_a_config(module, tmp_path):
     """Scripts without the setting CONFIG read the file too."""
-    monkeypatch.setattr(module, "sibling_settings", lambda: [])
     path = config(tmp_path, "DEVICE=cpu\n")
     assert module.load_settings(module.Settings, {"CONFIG": path}).device == "cpu"
     assert module.load_settings(module.Settings, {}, [path]).device == "cpu"
@@ -232,7 +234,8 @@ NONE = "no setting of this script"
         ("iterations=5\n", f"iterations='5': {NONE}"),
         ("PATH=/bin\n", f"PATH='/bin': {NONE}"),
         ("CONFIG=other.env\n", "CONFIG cannot stand in a"),
-        ("SEED=1\nITERATIONS 5\n", ".env, line 2: 'ITERATIONS 5' is not NAME=value"),
+        ("SEED=1\nITERATIONS 5\n", ".env, line 2: 'ITERATIONS 5': is not NAME=value"),
+        ("SEED=1\n=3\n", ".env, line 2: '=3': is not NAME=value"),
     ],
 )
 def test_wrong_lines_of_a_config_are_refused(tmp_path, text, said):
@@ -264,43 +267,59 @@ def test_wrong_lines_of_a_config_are_refused(tmp_path, text, said):
         ("\ufeffOUT_DIR=größer", "größer"),
         ("# OUT_DIR=b\r\n\r\nOUT_DIR=a\r\n", "a"),
         ("# OUT_DIR=b\r\rOUT_DIR=a\r", "a"),
-        ("OUT_DIR=~/x", "HOME/x"),
-        ('OUT_DIR="~/x y"', "HOME/x y"),
-        ("OUT_DIR=~", "HOME"),
-        ("OUT_DIR=a~/x", "a~/x"),
     ],
 )
-def test_a_config_is_read_as_a_shell_reads_it(tmp_path, monkeypatch, module, line, value):
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_a_config_is_read_as_a_shell_reads_it(tmp_path, module, line, value):
     path = tmp_path / "some.env"
     path.write_bytes(line.encode() + b"\n")
-    assert module.read_config(path) == {"OUT_DIR": value.replace("HOME", str(tmp_path))}
+    assert module.read_config(path) == {"OUT_DIR": value}
 
 
-def test_homes_are_found_in_paths_wherever_they_are_given(tmp_path, monkeypatch):
+@scripts
+def test_homes_are_found_in_paths_wherever_they_are_given(tmp_path, monkeypatch, module):
     monkeypatch.setenv("HOME", "/h")
-    path = config(tmp_path, "DATA_PATH=~/a:0.7,~/b:0.3\nRUN_ID=~x\n")
-    assert load({"CONFIG": path}).data_path == "/h/a:0.7,/h/b:0.3"
-    assert load({"CONFIG": path}).run_id == "~x"
-    assert load({"OUT_DIR": "~/x"}).out_dir == "/h/x"
-    assert T.load_settings(T.Settings, {}, ["--out_dir=~/y"]).out_dir == "/h/y"
+    paths = [field for field in fields(module.Settings) if field.type is module.Paths]
+    assert paths and all(
+        re.search("PATH|FILE|DIR|ARTI|CON|RE|IN|TEA|ENV|SCORE|TOOLS", field.name.upper())
+        for field in paths
+    )
+    for name in (field.name for field in paths if field.name != "config"):
+        given = {name.upper(): "~/a:0.7,~/b,a~/x"}
+        path = config(tmp_path, f"{name.upper()}='~/a:0.7,~/b,a~/x'")
+        for environ, arguments in (
+            (given, []),
+            ({"CONFIG": path}, []),
+            ({}, [f"--{name}=~/a:0.7,~/b,a~/x"]),
+        ):
+            settings = module.load_settings(module.Settings, environ, arguments)
+            assert getattr(settings, name) == "/h/a:0.7,/h/b,a~/x"
+
+
+def test_what_is_no_path_keeps_its_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config(tmp_path, "RUN_ID=~x\nOUT_DIR=~\n")
+    settings = load({"CONFIG": "~/some.env"})
+    assert (settings.run_id, settings.out_dir) == ("~x", str(tmp_path))
+    assert settings.config == f"{tmp_path}/some.env"
     assert S.load_settings(S.Settings, {"PROMPT": "~/x is home"}).prompt == "~/x is home"
-    places = ("CONFIG", "ARTIFACT", "SCORE_PATH", "TRAIN_FILES", "INIT_FROM", "REWARD", "TEACHER")
-    assert set(places) <= set(T.PATH_SETTINGS)
-    known = {field.name.upper() for module in SCRIPTS for field in fields(module.Settings)}
-    assert set(T.PATH_SETTINGS) <= known
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"RUN_ID=caf\xe9\n", "must be text in UTF-8; 'utf-8' codec can't decode byte 0xe9"),
-        ("SEED=5\n".encode("utf-16"), "must be text in UTF-8"),
+        (
+            b"RUN_ID=caf\xe9\n",
+            "must be a file of text in UTF-8; 'utf-8' codec can't decode byte 0xe9",
+        ),
+        ("SEED=5\n".encode("utf-16"), "must be a file of text in UTF-8"),
         (b"SEED=5\nRUN_ID='a b\n", """line 2: "RUN_ID='a b": No closing quotation"""),
-        (b'RUN_ID="a" b\n', "text stands behind the closing quotation"),
-        (b"SEED=5\nexport SEED=6\n", "line 2: SEED stands in the file twice"),
-        (b"SEED\n", "line 1: 'SEED' is not NAME=value"),
-        (b"SEED # =5\n", "line 1: 'SEED # =5' is not NAME=value"),
+        (b'RUN_ID="a" b\n', "has text behind the closing quotation"),
+        (
+            b"SEED=5\nexport SEED=6\n",
+            "line 2: 'export SEED=6': SEED cannot stand in a config, or not twice",
+        ),
+        (b"SEED\n", "line 1: 'SEED': is not NAME=value"),
+        (b"SEED # =5\n", "line 1: 'SEED # =5': is not NAME=value"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_one_line(tmp_path, content, said):
@@ -337,6 +356,7 @@ MEANT = [
     (D, "MODEL_NAME_OR_PATH", "INIT_FROM"),
     (T, "MAX_SEQ_LEN", "TRAIN_SEQ_LEN"),
     (T, "SEQ_LEN", "TRAIN_SEQ_LEN"),
+    (T, "MUON_WEIGHT_DECAY", "MUON_WD"),
 ]
 
 
@@ -359,36 +379,40 @@ def test_constants_of_a_script_are_no_settings():
     assert T.load_settings(T.Settings, {"VALUE_COEF": "1"}) == T.Settings()
 
 
-def test_a_run_of_another_script_is_not_taken_up():
-    def stored(given):
-        return {"run_id": "", "kd_alpha": 0.5}
-
-    for name in ("RESUME", "REPLAY"):
-        message = f"^{name}='x': must name a run of this script, in this version$"
-        refusal(T.UserError, message, T.load_settings, T.Settings, {name: "x"}, stored=stored)
-    assert F.load_settings(F.Settings, {}, stored=stored).kd_alpha == 0.5
+def test_names_of_others_lead_to_settings_or_constants():
+    assert set(filter(None, T.OTHER_NAMES.values())) <= EVERY | T.OTHER_NAMES.keys() | {
+        value for value in T.OTHER_NAMES.values() if not isinstance(value, str)
+    }
+    assert T.OUR_SETTINGS == EVERY
 
 
-def test_aliases_lead_to_settings():
-    assert set(T.ALIASES.values()) <= EVERY | set(T.ALIASES) | set(T.RETIRED_SETTINGS)
-    for name in T.ABSENT_SETTINGS:
-        assert name not in EVERY and refused(T, {name: "1"}).startswith(f"{name}='1': {NONE}")
+# Constants of the script that are written otherwise, or that nothing here has.
+CONSTANTS = dict(
+    BETA1=T.ADAM_BETAS[0],
+    BETA2=T.ADAM_BETAS[1],
+    LOGIT_SOFTCAP=T.GPTConfig.logit_softcap,
+    TIED_EMBED_INIT_STD=T.GPTConfig.embed_init_std,
+    MUON_BACKEND_STEPS=T.NEWTON_SCHULZ_STEPS,
+    MUON_MOMENTUM_WARMUP_START=T.MUON_MOMENTUM_START,
+    ADAM_WD=0.0,
+    DROPOUT=0.0,
+    TTT_ENABLED=0,
+    XSA_LAST_N=0,
+    GPTQ_CALIBRATION_BATCHES=0,
+)
 
 
 def test_a_retired_setting_is_accepted_at_the_value_of_its_constant():
-    constants = dict(zip(("BETA1", "BETA2"), T.ADAM_BETAS, strict=True))
-    constants["LOGIT_SOFTCAP"] = T.GPTConfig.logit_softcap
-    constants["TIED_EMBED_INIT_STD"] = T.GPTConfig.embed_init_std
-    constants["MUON_BACKEND_STEPS"] = T.NEWTON_SCHULZ_STEPS
-    constants["MUON_MOMENTUM_WARMUP_START"] = T.MUON_MOMENTUM_START
-    names = {meant: name for name, meant in T.ALIASES.items()}
-    for constant, value in T.RETIRED_SETTINGS.items():
-        assert constants.get(constant, vars(T).get(constant)) == value, constant
+    names = {meant: name for name, meant in T.OTHER_NAMES.items()}
+    for constant, value in T.OTHER_NAMES.items():
+        if isinstance(value, str):
+            continue
+        assert CONSTANTS.get(constant, vars(T).get(constant)) == value, constant
         name = names.get(constant, constant)
         assert load({name: str(value)}) == load({name: f"{value:g}"}) == T.Settings()
-        message = f"{name}='77': {NONE}, which has the constant {constant} = {value}"
+        message = f"{name}='77': {NONE}, in which {constant} is always {value}"
         assert refused(T, {name: "77"}) == message + hint(name)
-    assert refused(T, {"BETA1": "high"}).startswith(f"BETA1='high': {NONE}, which has the const")
+    assert refused(T, {"BETA1": "high"}).startswith(f"BETA1='high': {NONE}, in which BETA1 is")
 
 
 def test_settings_of_our_other_scripts_are_refused():
@@ -417,7 +441,10 @@ def test_arguments_stand_above_the_environment(tmp_path):
         (["--model-dim=64"], f"MODEL-DIM='64': {NONE}; did you mean MODEL_DIM? (--help lists"),
         (["--max_iters=5"], f"MAX_ITERS='5': {NONE}; did you mean ITERATIONS? (--help lists"),
         (["model_dim"], "'model_dim': must be a config file (x.env)"),
-        (["none.env"], "CONFIG='none.env': no such file"),
+        (
+            ["none.env"],
+            "CONFIG='none.env': must be a file of text in UTF-8; [Errno 2] No such file",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, said):
@@ -458,9 +485,7 @@ def test_values_and_the_settings_of_others_are_accepted(command):
         kind = type(FIELDS[name.lower()].default)
         assert value == kind(int(given[name]) if kind is bool else given[name])
         assert type(value) is kind
-    assert {T.ALIASES.get(name, name) for name in set(given) - set(values)} <= set(
-        T.RETIRED_SETTINGS
-    )
+    assert given.keys() - values.keys() <= T.OTHER_NAMES.keys()
 
 
 def test_the_log_shows_every_setting_and_marks_changes(tmp_path):
