@@ -66,7 +66,7 @@ T.forward_backward, T.Optimizers.step, T.Clock.send_report = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_data):
-    return Place(tmp_path_factory.mktemp("smoke"), tiny_data, TINY | {"MUON_MOMENTUM": 0.9})
+    return Place(tmp_path_factory.mktemp("smoke"), tiny_data, TINY)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_what_each_step_trains_and_averages(place, first):
     assert all(facts["kinds"] <= 63 for facts in steps[25:])
     warm = [min(1.0, (step + 1) / 30 / T.MUON_WARMUP_FRAC) for step in range(30)]
     start = T.MUON_MOMENTUM_START
-    expected = [start + share * (0.9 - start) for share in warm]
+    expected = [start + share * (T.MUON_MOMENTUM - start) for share in warm]
     assert [facts["momentum"] for facts in steps] == pytest.approx(expected, abs=1e-9)
     mean = sum(facts["weights"] for facts in steps[27:]) / 3
     assert steps[26]["swa"] is None and steps[29]["swa"] == pytest.approx(mean, rel=1e-4, abs=1e-3)
@@ -419,7 +419,7 @@ MISTAKES = [
     ({"PROMPT": "hello"}, "PROMPT='hello'.*setting of this script"),
     ({"ITERATIONS": "ten"}, "ITERATIONS='ten': must be a whole number"),
     ({"MATRIX_BITS": 9}, "MATRIX_BITS=9: must be a whole number from 2 to 8"),
-    ({"CONFIG": "none.env"}, "CONFIG='none.env': no such file"),
+    ({"CONFIG": "none.env"}, "CONFIG='none.env': must be a file of text in UTF-8"),
     (shutil.rmtree, "data/manifest.json of format 1.*data/prepare.py"),
     (remove_shard, "train_000000.bin: no such file"),
     (shorten("train"), "train_000000.bin: truncated or "),
