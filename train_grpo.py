@@ -40,6 +40,7 @@ import resource
 import shlex
 import shutil
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -2612,14 +2613,14 @@ class Optimizers:
 
 # === shared: schedule ===
 def check_types(name, saved, present):
-    """Raise ValueError or KeyError unless a saved value has the types and keys of the present one."""
-    numbers = {int, float}
-    if saved is None or present is None or {type(saved), type(present)} <= numbers:
-        return
-    if type(saved) is not type(present):
+    """Raise ValueError unless a saved value has the type of the present one, and its keys."""
+    types = {type(saved), type(present)}
+    if len(types) > 1 and types != {int, float}:
         raise ValueError(f"{name} is {saved!r:.60}, must be of type {type(present).__name__}")
     if isinstance(present, dict):
         for key, value in present.items():
+            if key not in saved:
+                raise ValueError(f"{name} lacks {key!r}")
             check_types(f"{name}[{key!r}]", saved[key], value)
     elif isinstance(present, list) and present:
         for value in saved:
@@ -2634,10 +2635,10 @@ class Saved:
         return {name: getattr(self, name) for name in self.STATE}
 
     def load_state_dict(self, saved):
-        """Replace the state by a saved one. Raises ValueError or KeyError for that of another class."""
+        """Replace the state by a saved one. Raises ValueError for that of another class."""
+        check_types(type(self).__name__, saved, self.state_dict())
         for name in self.STATE:
-            check_types(f"{type(self).__name__}.{name}", saved[name], getattr(self, name))
-        vars(self).update(saved)
+            setattr(self, name, saved[name])
 
 
 @dataclass
@@ -2658,7 +2659,7 @@ class Clock(Saved):
     it.
     """
 
-    STATE = ("before", "seconds", "used", "packet")
+    STATE = ("before", "seconds", "used")
 
     def __init__(self, settings, runtime, replay=()):
         self.iterations = len(replay) or settings.iterations or math.inf
@@ -2732,8 +2733,8 @@ class Clock(Saved):
         It is the lower median: the first step is often slow, and of two steps the shorter one
         counts. It is 0 until two steps are known.
         """
-        steps = np.sort(np.diff(self.seconds[-10:]))
-        return float(steps[(len(steps) - 1) // 2]) if len(steps) > 1 else 0.0
+        steps = np.diff(self.seconds[-10:]).tolist()
+        return statistics.median_low(steps) if len(steps) > 1 else 0.0
 
     def next_end(self):
         """Return the seconds at the end of the coming step, predicted from the reports so far."""
@@ -2768,12 +2769,6 @@ class Clock(Saved):
         if step < self.iterations:
             return "clock"
         return "replay" if self.replay else "iterations"
-
-    def load_state_dict(self, saved):
-        """Replace the state by a saved one."""
-        super().load_state_dict(saved)
-        if self.packet is not None:
-            self.packet[2] = 0.0  # the signal that stopped the saved run does not stop this one
 
 
 # Phases that settings switch on begin at these shares of the run.
@@ -2881,10 +2876,9 @@ class Plan(Saved):
 
     def load_state_dict(self, saved):
         """Replace the state by a saved one."""
-        facts = {"begin": 0.0, "start_step": 0, "start_progress": 0.0, "steps": 0}
-        for name, phase in saved["phases"].items():
-            check_types(f"phase {name}", phase, facts)
         super().load_state_dict(saved)
+        facts = {"begin": 0.0, "start_step": 0, "start_progress": 0.0, "steps": 0}
+        check_types("phases", [*self.phases.values()], [facts])
 
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
@@ -3727,70 +3721,52 @@ def save_checkpoint(folder, step, parts, meta):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def find_run(name, out_dir):
-    """Return the folder of a run that is named by its path or by its RUN_ID in out_dir."""
-    return Path(name) if os.sep in name else Path(out_dir, name)
+def find_run(setting, name, out_dir):
+    """Return the folder of the run that RESUME or REPLAY names, by its path or its RUN_ID in out_dir.
 
-
-def check_run(name, folder):
-    """Raise UserError, with the names of some runs, if there is no such run."""
+    Raises UserError, with the names of some runs, if there is none.
+    """
+    folder = Path(name) if os.sep in name else Path(out_dir, name)
     if not folder.is_dir():
-        logs = [*folder.parent.glob("*/log.txt")]
-        logs.sort(key=os.path.getmtime, reverse=True)
+        logs = sorted(folder.parent.glob("*/log.txt"), key=os.path.getmtime, reverse=True)
         runs = ", ".join(path.parent.name for path in logs[:10]) or "none"
-        raise UserError(f"{name}={str(folder)!r}: no such run; {folder.parent} has {runs}")
+        raise UserError(f"{setting}={str(folder)!r}: no such run; {folder.parent} has {runs}")
+    return folder
 
 
 def checkpoint_to_resume(folder):
     """Return the newest whole checkpoint of an unfinished run. Raises UserError."""
-    check_run("RESUME", folder)
-    prefix = f"RESUME={str(folder)!r}:"
-    if re.fullmatch(r"step_\d+", folder.name):
-        raise UserError(
-            f"{prefix} is a checkpoint; must be its run, RESUME={folder.parent}, which continues "
-            "from the newest whole one"
-        )
-    if (folder / "result.json").exists():
-        raise UserError(
-            f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it"
-        )
-    if not list_checkpoints(folder):
-        raise UserError(
-            f"{prefix} has no checkpoint step_<step>; must be a run that was saved once at least"
-        )
     newest, faults = newest_checkpoint(folder)
-    if newest is None:
-        raise UserError(f"{prefix} has no whole checkpoint; {'; '.join(faults)}")
-    if not (newest / "training.pt").is_file():
-        raise UserError(
-            f"{prefix} is a model that quantize.py wrote, not a run: {newest} has no training.pt; "
-            "INIT_FROM starts from it"
+    fault = ""
+    if re.fullmatch(r"step_\d+", folder.name):
+        fault = (
+            f"is a checkpoint; must be its run, RESUME={folder.parent}, which continues from the "
+            "newest whole one"
         )
+    elif (folder / "result.json").exists():
+        fault = f"the run has ended, for it has a result.json; REPLAY={folder} repeats it"
+    elif newest is None:
+        fault = f"has no whole checkpoint step_<step>; {'; '.join(faults)}"
+    elif not (newest / "training.pt").is_file():
+        fault = (
+            f"is a model that quantize.py wrote, not a run: {newest} has no training.pt; INIT_FROM "
+            "starts from it"
+        )
+    if fault:
+        raise UserError(f"RESUME={str(folder)!r}: {fault}")
     return newest
 
 
-def read_facts(name, path, kinds):
-    """Return what a JSON file holds. Raises UserError unless it is an object of these keys.
+def read_facts(name, path, example):
+    """Return what a JSON file of a run holds: the keys and types of an example, and all settings.
 
-    name: the setting that is blamed. kinds: key -> type.
+    name: the setting that a UserError blames.
     """
     try:
         facts = json.loads(path.read_bytes())
+        check_types("it", facts, {**example, "settings": {}})
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{name}: {path} cannot be read: {error}") from None
-    for key, kind in kinds.items():
-        value = facts.get(key) if isinstance(facts, dict) else None
-        if type(value) is not kind:
-            raise UserError(
-                f"{name}: {path} was changed: its {key!r} must be of type {kind.__name__}, not "
-                f"{value!r:.60}"
-            )
-    return facts
-
-
-def read_run_facts(name, path, kinds):
-    """Return what read_facts does, of a file that has all settings, too. Raises UserError."""
-    facts = read_facts(name, path, {**kinds, "settings": dict})
     for setting in sorted(facts["settings"].keys() ^ Settings.__dataclass_fields__):
         has = "has" if setting in facts["settings"] else "has no"
         raise UserError(
@@ -3801,7 +3777,7 @@ def read_run_facts(name, path, kinds):
 
 def read_meta(folder):
     """Return meta.json of a checkpoint to resume. Raises UserError for one that no run has made."""
-    return read_run_facts("RESUME", folder / "meta.json", {"step": int, "identity": dict})
+    return read_facts("RESUME", folder / "meta.json", {"step": 0, "identity": {}})
 
 
 def start_file(path):
@@ -3815,20 +3791,12 @@ def describe_start(settings, source, values):
 
     values: settings that an imported start has in place of the defaults.
     """
-    note = ""
+    text = f"start: {source}"
     if Path(settings.init_from).is_dir() and Path(source).name == "model.upar":
-        note = ", rounded weights: the run is of an older version and has no folder `final`"
-    lines = [f"start: {source}{note}"]
-    chosen = []
-    for name, value in values.items():
-        if getattr(settings, name) == value:
-            chosen.append(f"{name.upper()}={setting_text(value)}")
-    if chosen:
-        lines.append(
-            "start: the model was imported, so these settings, where they are not given, are: "
-            + " ".join(chosen)
-        )
-    return "\n".join(lines)
+        text += ", rounded weights: the run is of an older version and has no folder `final`"
+    if values:
+        text += f"\nstart: the model was imported; its defaults are {name_values(values)}"
+    return text
 
 
 def is_imported(shape, tokenizer_file):
@@ -3852,32 +3820,27 @@ def stored_settings(given):
     """
     out_dir = given.get("OUT_DIR", Settings.out_dir)
     if given.get("RESUME"):
-        folder = find_run(given["RESUME"], out_dir)
+        folder = find_run("RESUME", given["RESUME"], out_dir)
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
         return read_meta(checkpoint_to_resume(folder))["settings"]
     if given.get("REPLAY"):
-        stored = read_progress(find_run(given["REPLAY"], out_dir))
+        stored = read_progress(find_run("REPLAY", given["REPLAY"], out_dir))
         return {**stored["settings"], "run_id": "", "resume": ""}
     return {}
 
 
 def read_progress(folder):
     """Return progress.json of a run. Raises UserError if the run cannot be repeated."""
-    check_run("REPLAY", folder)
     prefix = f"REPLAY={str(folder)!r}"
     path = folder / "progress.json"
     if not path.is_file():
         raise UserError(f"{prefix}: no {path}; must be a run that trained to its end")
-    stored = read_run_facts(prefix, path, {"progress": list, "events": list})
-    before = 0.0
-    for share in stored["progress"]:
-        if type(share) not in (int, float) or not before <= share <= 1:
-            raise UserError(f"{prefix}: {path} was changed: {share!r:.60} follows {before}")
-        before = share
+    stored = read_facts(prefix, path, {"progress": [0.0], "events": [{}]})
+    shares = [0.0, *stored["progress"], 1.0]
+    if shares != sorted(shares):
+        raise UserError(f"{prefix}: {path} was changed: its progress does not rise from 0 to 1")
     for event in stored["events"]:
-        if not isinstance(event, dict):
-            raise UserError(f"{prefix}: {path} was changed: the event {event!r:.60} is no object")
         if event.get("changed"):
             raise UserError(f"{prefix}: was resumed with changed {event['changed']}")
     return stored
@@ -3887,7 +3850,7 @@ def replayed_progress(settings):
     """Return the progress that each step of the run that REPLAY names used; [] without one."""
     if not settings.replay:
         return []
-    return read_progress(find_run(settings.replay, settings.out_dir))["progress"]
+    return read_progress(find_run("REPLAY", settings.replay, settings.out_dir))["progress"]
 
 
 def make_tracker(settings, folder, checkpoint):
@@ -3973,18 +3936,17 @@ class LineFile:
     def __init__(self, path):
         self.path = path
         self.file = open(path, "ab", buffering=0)
-        self.is_torn = False  # whether the last line was cut short, on a full disk
 
     def append(self, text):
-        """Append text and a newline. Raises OSError."""
-        data = b"\n" * self.is_torn + text.encode(errors="backslashreplace") + b"\n"
-        length = len(data)
+        """Append text and a newline, or nothing. Raises OSError."""
+        data = text.encode(errors="backslashreplace") + b"\n"
+        end = self.file.seek(0, os.SEEK_END)
         try:
             while data:
                 data = data[self.file.write(data) :]
-        finally:
-            if len(data) < length:
-                self.is_torn = bool(data)
+        except OSError:
+            self.file.truncate(end)  # a full disk has taken a part of the line
+            raise
 
     def write(self, text):
         """Append text and a newline; a fault is a warning: a full disk may have room again."""
@@ -3994,32 +3956,37 @@ class LineFile:
             write_stream(sys.stderr, f"{self.path.name}: {error}\n")
 
 
-def read_lines(path):
-    """Return the objects with a step of a file of JSON lines; a line that was cut is left out."""
-    objects = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            with contextlib.suppress(ValueError, RecursionError):
-                value = json.loads(line)
-                if isinstance(value, dict) and type(value.get("step")) is int:
-                    objects.append(value)
-    return objects
-
-
-class Log:
+class Log(Saved):
     """log.txt, metrics.jsonl, the terminal and the tracker.
 
-    Only rank 0 has the files; on other ranks it is mute. What happens to the terminal does not
-    reach the files.
+    Only rank 0 opens it; on other ranks it is mute. What happens to the terminal does not reach the
+    files.
     """
+
+    STATE = ("trained_bytes",)
 
     def __init__(self, iterations):
         self.iterations = iterations
         self.file = None
         self.metrics_file = None
         self.track = None
+        self.trained_bytes = (
+            0  # of metrics.jsonl, up to the start's scores or the last trained step
+        )
         self.last_line = time.monotonic()
-        self.last_step = 0  # in metrics.jsonl
+
+    def open(self, folder, track):
+        """Begin to write in a run's folder; track: see make_tracker."""
+        self.track = track
+        self.file = LineFile(folder / "log.txt")
+        self.metrics_file = LineFile(folder / "metrics.jsonl")
+        ERROR_LOGS[:] = [self.file]
+
+    def load_state_dict(self, saved):
+        """Take the lines from metrics.jsonl that a resumed run writes again."""
+        super().load_state_dict(saved)
+        if self.metrics_file:
+            self.metrics_file.file.truncate(self.trained_bytes)
 
     def __call__(self, text, stream=None):
         """Write text to the file and to a stream, sys.stdout if it is None."""
@@ -4048,16 +4015,17 @@ class Log:
         """
         if self.file is None:
             return
+        metrics = {name: float(value) for name, value in metrics.items()}
         numbers = {"step": step}
         line = f"step:{step}/{self.iterations or '?'}"
         for name, value in metrics.items():
-            numbers[name] = float(value) if math.isfinite(value) else None
+            numbers[name] = value if math.isfinite(value) else None
             line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
         self.metrics_file.write(json.dumps(numbers))
+        if step == 0 or seconds_left is not None:
+            self.trained_bytes = self.metrics_file.file.seek(0, os.SEEK_END)
         if self.track:
             self.track(metrics, step)
-        if seconds_left is not None:
-            self.last_step = step
         if seconds_left is None or step <= 5 or self.is_due():
             self(line)
         elif sys.stdout.isatty():
@@ -4083,19 +4051,22 @@ class Run(Saved):
 
     def __post_init__(self):
         settings = self.settings
-        self.folder = find_run(settings.resume, settings.out_dir)
-        if not settings.resume:
-            self.folder /= self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
+        run_id = self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
+        self.folder = Path(settings.out_dir, run_id)
+        if settings.resume:
+            self.folder = find_run("RESUME", settings.resume, settings.out_dir)
         self.log = Log(settings.iterations)
-        files = [__file__, settings.config]
-        self.code_bytes = sum(os.path.getsize(file) for file in files if file)
-        self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
+        self.parts = {"run": self, "log": self.log, "plan": self.plan, "clock": self.clock}
         self.events = []
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.saved_step = -1  # of the newest checkpoint
-        self.ended = ""  # why training has ended: "iterations", "clock", "replay" or "target"
+        self.ended = (
+            ""  # why training has ended: "iterations", "clock", "replay", "target" or "signal"
+        )
+        files = [__file__, *filter(None, [settings.config])]
+        self.code_bytes = sum(map(os.path.getsize, files))
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None.
@@ -4114,25 +4085,11 @@ class Run(Saved):
                     "continues a run"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.log.track = make_tracker(self.settings, self.folder, checkpoint)
-            self.log.file = LineFile(self.folder / "log.txt")
-            if checkpoint is None:  # else load opens it
-                self.log.metrics_file = LineFile(self.folder / "metrics.jsonl")
-            self.write_header()
+            self.log.open(self.folder, make_tracker(self.settings, self.folder, checkpoint))
+            write_header(self)
             for fault in faults:
                 self.log(fault)
         return self.runtime.agree(checkpoint)
-
-    def write_header(self):
-        """Log the script's source, the command, the machine and all settings; * marks a change."""
-        source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
-        if f"{source}\n" not in (self.folder / "log.txt").read_text(encoding="utf-8"):
-            self.log.file.append(source)
-        self.log(f"command: {' '.join(sys.argv)}")
-        self.log(name_values(describe_machine(self.runtime)))
-        for name, value in asdict(self.settings).items():
-            mark = " " if value == getattr(Settings, name) else "*"
-            self.log(f"{mark} {name.upper()}={setting_text(value)}")
 
     def event(self, name, **facts):
         """Log an event that result.json reports too."""
@@ -4147,11 +4104,29 @@ class Run(Saved):
         self.runtime.agree(None)
         return path
 
+    def write_json(self, name, facts):
+        """Write facts, events and settings into a file of the folder; return them all."""
+        facts = {**facts, "events": self.events, "settings": asdict(self.settings)}
+        self.write_file(name, (json.dumps(facts, indent=1) + "\n").encode())
+        return facts
+
+    def meta(self):
+        """Return what a checkpoint says about itself."""
+        return {
+            "step": self.step,
+            "settings": asdict(self.settings),
+            "identity": self.identity,
+            "shape": self.shape,
+        }
+
     def save(self):
-        """Write a checkpoint, on rank 0 while the others wait.
+        """Write a checkpoint, on rank 0 while the others wait, when the last step was logged.
 
         A failure is an event if there is an older checkpoint, else an OSError.
         """
+        assert self.clock.packet is None, (
+            "call log_step first: a checkpoint has no report on its way"
+        )
         if self.saved_step == self.step:
             return
         # On all ranks, because those of a sharded run have to join their parts.
@@ -4168,31 +4143,26 @@ class Run(Saved):
         self.saved_step = self.step
         self.runtime.agree(None)
 
-    def meta(self):
-        """Return what a checkpoint says about itself."""
-        return {
-            "step": self.step,
-            "settings": asdict(self.settings),
-            "identity": self.identity,
-            "shape": self.shape,
-        }
+    def load(self, folder, optional=(), place=None):
+        """Restore a checkpoint. Raises UserError if the run would become another one.
 
-    def load(self, folder):
-        """Restore a checkpoint. Raises UserError if the run would become another one."""
+        optional: names of parts that it may lack. place: where its tensors are read, the device of
+        the run if it is None.
+        """
         meta = read_meta(folder)
         for name, value in self.identity.items():
             before = meta["identity"].get(name)
             if before != value:
                 raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
-        # A rank of a sharded run keeps some rows of what is mapped into memory here.
-        place = "cpu" if getattr(self.settings, "shard", False) else self.runtime.device
+        place = place or self.runtime.device
         read = functools.partial(torch.load, map_location=place, weights_only=True, mmap=True)
         try:
             states = {**read(folder / "training.pt"), "network": read(folder / "model.pt")}
             for name, part in self.parts.items():
-                # A run that is resumed may switch on averages and a penalty on KL.
-                if name in states or name not in ("ema", "swa", "reference"):
+                if name in states or name not in optional:
                     part.load_state_dict(states[name])
+            if self.step != meta["step"]:
+                raise ValueError(f"it was changed, and is of step {self.step}")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch.load raises anything for what torch.save did not write
@@ -4200,10 +4170,7 @@ class Run(Saved):
             raise UserError(
                 f"RESUME: {folder} is no checkpoint of this run: {fault:.300}"
             ) from None
-        if self.step != meta["step"]:
-            raise UserError(f"RESUME: {folder} was changed: it is of step {self.step}")
         self.saved_step = self.step
-        self.continue_metrics()
         changed = {
             name: value
             for name, value in asdict(self.settings).items()
@@ -4211,76 +4178,21 @@ class Run(Saved):
         }
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
-    def continue_metrics(self):
-        """Open metrics.jsonl, without the lines that a resumed run will write again."""
-        if self.runtime.rank:
-            return
-        path = self.folder / "metrics.jsonl"
-        lines = []
-        for numbers in read_lines(path):
-            step = numbers["step"]
-            is_trained = "train_time" in numbers
-            # Held-out scores of this step are made again, but for those of the start.
-            if step < self.step or (step == self.step and is_trained) or step == 0:
-                lines.append(json.dumps(numbers) + "\n")
-                self.log.last_step = max(self.log.last_step, step * is_trained)
-        replace_file(path, "".join(lines).encode())
-        self.log.metrics_file = LineFile(path)
-
-    def count_skipped(self, report):
-        """Count a step whose loss or gradient was not finite: its update was masked.
-
-        Raises FloatingPointError after MAX_SKIPPED_STEPS of them in a row.
-        """
-        if report.finite:
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_steps += 1
-        self.skipped_in_a_row += 1
-        self.event("skipped_step", step=self.step, loss=str(report.loss))
-        fault = ""
-        if self.skipped_in_a_row == 1:
-            fault = self.weights_fault()
-        elif self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            fault = (
-                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
-            )
-            if self.skipped_steps == self.step:
-                fault += ", from the first on: the start or the data are bad"
-            else:
-                fault += f"; the last checkpoint of {self.folder} is good"
-        if fault:
-            self.log(f"training has ended after step {self.step}: {fault}")
-            raise FloatingPointError(fault)
-
-    def weights_fault(self):
-        """Return that a weight is not finite, or "". Such a start is bad: no step can mend it."""
-        fault = ""
-        for name, weight in self.parts["network"].state_dict().items():
-            if weight.is_floating_point() and not weight.isfinite().all():
-                fault = f"the weights {name} are not finite"
-                if self.skipped_steps == self.step:
-                    start = getattr(self.settings, "init_from", "")
-                    fault += f", nor is the first loss: the start is bad, INIT_FROM={start!r}"
-        return self.runtime.agree(fault)
-
-    def end_training(self, reason=""):
-        """Log why training has ended, and write progress.json, which a replay needs.
-
-        reason: "target", or empty if the clock knows.
-        """
-        self.ended = reason or self.clock.end_reason(self.step)
+    def end_training(self):
+        """Log why training has ended, and write progress.json, which a replay needs."""
+        self.ended = self.ended or self.clock.end_reason(self.step)
         settings = self.settings
-        done = f"after step {self.step} of {self.log.iterations or 'no limit'}"
-        limits = {
+        reason = {
             "iterations": "all steps are done",
             "target": "the loss of validation has reached its target",
             "replay": f"so has the run that REPLAY={settings.replay} repeats",
             "clock": f"MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds:g} less "
             f"RESERVE_SECONDS={settings.reserve_seconds:g} leave no time for another one",
-        }
-        self.log(f"training has ended {done}: {limits[self.ended]}")
-        if self.ended == "clock" and self.log.iterations:
+        }[self.ended]
+        text = f"step {self.step} of {self.log.iterations or 'no limit'}: {reason}"
+        is_early = self.ended == "clock" and self.log.iterations
+        self.log(f"training has ended after {text}", sys.stderr if is_early else None)
+        if is_early:
             self.event("ended_by_clock", step=self.step, iterations=self.log.iterations)
         self.write_json("progress.json", {"progress": self.clock.used})
 
@@ -4292,12 +4204,6 @@ class Run(Saved):
         )
         self.runtime.leave()
         return 128 + number
-
-    def write_json(self, name, facts):
-        """Write facts, events and settings into a file of the folder; return them all."""
-        facts = {**facts, "events": self.events, "settings": asdict(self.settings)}
-        self.write_file(name, (json.dumps(facts, indent=1) + "\n").encode())
-        return facts
 
     def write_artifact(self, content):
         """Write model.upar, and log what became of plan and clock; return the artifact's path."""
@@ -4336,22 +4242,80 @@ class Run(Saved):
         for key, value in result.items():
             if not isinstance(value, dict):
                 self.log(f"{key}: {value}")
-        faults = []
-        for name in self.plan.planned.keys() - self.plan.phases:
-            if self.ended != "target":  # such a run may end before its phases
-                faults.append(f"phase {name} was enabled and never fired")
-        if 0 < self.settings.artifact_bytes_max < result["total_bytes"]:
-            faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
-        faults += [f"the score {name} is not finite" for name in bad_scores(result)]
-        if self.ended == "clock" and self.log.iterations:
-            self.log(
-                f"note: the clock ended training after {self.step} of {self.log.iterations} steps; "
-                "a longer MAX_WALLCLOCK_SECONDS, or 0, takes them all",
-                sys.stderr,
-            )
+        faults = result_faults(self, result)
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
+
+
+def write_header(run):
+    """Log the script's source, the command, the machine and all settings; * marks a change."""
+    source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
+    if f"{source}\n" not in (run.folder / "log.txt").read_text(encoding="utf-8"):
+        run.log.file.append(source)
+    run.log(f"command: {' '.join(sys.argv)}")
+    run.log(name_values(describe_machine(run.runtime)))
+    for name, value in asdict(run.settings).items():
+        mark = " " if value == getattr(Settings, name) else "*"
+        run.log(f"{mark} {name.upper()}={setting_text(value)}")
+
+
+def log_step(run, metrics, loss_name="loss"):
+    """Log the step before, if its report has come; with a signal that a rank has got the run ends.
+
+    metrics: name -> number or 0-d tensor, of that step.
+    """
+    report = run.clock.previous_report()
+    if report is None:
+        return
+    count_skipped(run, report)
+    if report.stop_requested:
+        run.ended = "signal"
+    times = {"train_time": 1000 * report.seconds, "step_avg": 1000 * report.seconds / run.step}
+    values = {loss_name: report.loss, **metrics, **times}
+    run.log.metrics(run.step, values, run.clock.budget - report.seconds)
+
+
+def count_skipped(run, report):
+    """Count a step whose loss or gradient was not finite: its update was masked.
+
+    Raises FloatingPointError for MAX_SKIPPED_STEPS of them in a row, and for a weight that is not
+    finite, which no later step can mend.
+    """
+    if report.finite:
+        run.skipped_in_a_row = 0
+        return
+    run.skipped_steps += 1
+    run.skipped_in_a_row += 1
+    run.event("skipped_step", step=run.step, loss=str(report.loss))
+    from_start = run.skipped_steps == run.step
+    fault = ""
+    if run.skipped_in_a_row == 1:
+        state = run.parts["network"].state_dict()
+        bad = run.runtime.agree([name for name in state if not state[name].isfinite().all()])
+        if bad:
+            fault = f"the weights {bad[0]} are not finite"
+    elif run.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+        fault = f"{run.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
+        if not from_start:
+            fault += f"; the last checkpoint of {run.folder} is good"
+    if fault and from_start:
+        fault += (
+            f", from the first step on: INIT_FROM={run.settings.init_from!r} or the data are bad"
+        )
+    if fault:
+        raise FloatingPointError(fault)
+
+
+def result_faults(run, result):
+    """Return a line on each thing for which a run is not what its settings ask for."""
+    faults = []
+    for name in run.plan.planned.keys() - run.plan.phases:
+        if run.ended != "target":  # such a run may end before its phases
+            faults.append(f"phase {name} was enabled and never fired")
+    if 0 < run.settings.artifact_bytes_max < result["total_bytes"]:
+        faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
+    return faults + [f"the score {name} is not finite" for name in bad_scores(result)]
 
 
 def bad_scores(result):
@@ -6197,7 +6161,7 @@ def begin_run(run, trainer, exam, samples, checkpoint):
     trainer.say = run.log
     network.compiled = settings.compile  # of generation; sampling here compiles it
     if checkpoint:
-        run.load(checkpoint)
+        run.load(checkpoint, ("ema", "swa", "reference"))
         samples.resume()
         if settings.compile:
             exam.scores(trainer)
@@ -6212,23 +6176,6 @@ def begin_run(run, trainer, exam, samples, checkpoint):
         run.log.metrics(0, held_out_metrics(start))
         samples.scored("start", exam)
     run.log(score_table({"before": start}, start))
-
-
-def log_step(run, metrics):
-    """Log the step before, if its report has come; return whether a rank is to stop.
-
-    metrics: of the trainer; empty after a run was resumed.
-    """
-    report = run.clock.previous_report()
-    if report is None:
-        return False
-    run.count_skipped(report)
-    seconds = report.seconds
-    times = {"train_time": 1000 * seconds, "step_avg": 1000 * seconds / run.step}
-    if run.step > run.log.last_step:  # a run that was stopped has logged it
-        values = {"loss": report.loss, **metrics, **times}
-        run.log.metrics(run.step, values, run.clock.budget - seconds)
-    return report.stop_requested
 
 
 def choose_weights(trainer, averages, exam, problems, log):
@@ -6758,26 +6705,27 @@ def main():
 
     metrics = {}
     is_silent = not checkpoint  # whether each group so far had one reward
-    stopping = False
     stop_signal = StopSignal()
     clock.start()
     while True:
         trainer.qat = plan.is_on("qat")  # of a run that was resumed, too
         if stop_signal.number and not runtime.distributed:
-            stopping = True  # a single process need not ask other ranks
-        last_step = stopping or clock.is_last(run.step)  # run.step steps are finished
+            run.ended = "signal"  # a single process need not ask other ranks
+        last_step = bool(run.ended) or clock.is_last(run.step)  # run.step steps are finished
         faulthandler.cancel_dump_traceback_later()
 
         # 1. Validate and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not last_step:
             with clock.paused(), saved_at_faults(run, metrics):
+                log_step(run, metrics)
                 scores = score_intervals(exam.scores(trainer))
             run.log.metrics(run.step, held_out_metrics(scores))
             samples.scored(f"step {run.step}", exam)
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or save_is_due:
             with clock.paused():
+                log_step(run, metrics)
                 run.save()
         if last_step:
             break
@@ -6796,7 +6744,7 @@ def main():
             rollout = trainer.rollout(queries, run.step)
 
         # 4. Log the step before.
-        stopping = log_step(run, metrics)
+        log_step(run, metrics)
         samples.trained(rollout, progress)
 
         # 5. Update the weights and their averages.
@@ -6813,6 +6761,7 @@ def main():
 
         is_silent = is_silent and metrics["zero_variance"] == 1
         if is_silent and run.step == FIRST_STEPS:
+            log_step(run, metrics)
             run.save()
             reason = (
                 f"in the first {FIRST_STEPS} steps each group has one reward "
@@ -6821,8 +6770,7 @@ def main():
             raise dead_start(run, rollout, reason)
 
     clock.stop()
-    log_step(run, metrics)
-    if stopping:
+    if run.ended == "signal":
         return run.leave_stopped(stop_signal)
     handle_stop_signals(signal.SIG_DFL)
     run.end_training()

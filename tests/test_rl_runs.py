@@ -40,7 +40,6 @@ FEW = "T.EVAL_SAMPLES = 2\n"  # patch: samples of each held-out problem
 # A patch: writes the exact metrics of each step to METRICS.<rank>.
 RECORDED = """
 import json, os
-count_skipped = T.Run.count_skipped
 moments = T.update_metrics
 def recorded(names, updates, seconds):
     found = moments(names, updates, seconds)
