@@ -19,8 +19,8 @@ from conftest import ROOT, asked, environment, load_script, start
 
 NAMES = sorted(path.stem for path in ROOT.glob("configs/*.env"))
 configs = pytest.mark.parametrize("name", NAMES)
-# Their tiny runs are made by ./test.sh full alone; others of their kind are made every day.
-LONG = "gdn_pure golf_1gpu gspo reward wiggle_balanced wiggle_best_loss wiggle_low_memory".split()
+# Tiny runs of every day: one of each kind. ./test.sh full makes those of the other configs.
+DAILY = ("cpu", "environment", "wiggle_max_speed")
 LINES = 15
 # A setting (regular expression), and whether the others leave it anything to do.
 EFFECTS = (
@@ -319,7 +319,7 @@ def runs(tmp_path_factory, tiny_data, request):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else ()) for name in NAMES]
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.full) for name in NAMES]
 )
 def test_a_tiny_run(runs, name):
     """It learns, packs and scores, by the settings of the config but for the sizes."""
