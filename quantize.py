@@ -1200,10 +1200,9 @@ def read_shard(path):
         raise UserError(f"shard {path}: no such file")
     header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
     kind = SHARD_KINDS.get(tuple(header[:2]))
-    if not kind or os.path.getsize(path) != 1024 + np.dtype(kind).itemsize * int(header[-1]):
-        raise UserError(f"shard {path}: truncated or damaged, or no shard of llm.c's formats")
-    if header[-1] < 1:
-        raise UserError(f"shard {path}: has no token")
+    size = os.path.getsize(path) - 1024
+    if not kind or header[-1] < 1 or size != np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated, damaged or empty, or not in llm.c's formats")
     return np.memmap(path, kind, "r", offset=1024)
 
 
@@ -1217,6 +1216,7 @@ SPLIT_FIELDS = {
 }
 YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
 MANIFEST_FIELDS = {
+    "format": int,
     "name": str,
     "published": bool,
     "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
@@ -1240,7 +1240,7 @@ def field_faults(value, kind, path):
     expected = kind if isinstance(kind, type) else type(kind)
     if type(value) is not expected or value == [] or (expected is int and value < 0):
         found = "missing" if value is None else json.dumps(value)
-        yield f"{path} is {found:.60}, must be {FIELD_NAMES[expected]}"
+        yield f"{path or 'it'} is {found:.60}, must be {FIELD_NAMES[expected]}"
     elif expected is list:
         for i, part in enumerate(value):
             yield from field_faults(part, kind[0], f"{path}[{i}]")
@@ -1254,6 +1254,8 @@ def field_faults(value, kind, path):
 def manifest_faults(manifest):
     """Yield what is wrong with the parsed text of a manifest of format 1."""
     yield from field_faults(manifest, MANIFEST_FIELDS, "")
+    if manifest["format"] != 1:
+        yield f"format is {manifest['format']}, must be 1"
     tokenizer = manifest["tokenizer"]
     if tokenizer["bos_id"] >= tokenizer["vocab_size"]:
         yield f"tokenizer.bos_id is {tokenizer['bos_id']}, must be an id below vocab_size"
@@ -1269,15 +1271,11 @@ def load_manifest(data_path):
     path = Path(data_path) / "manifest.json"
     try:
         manifest = json.loads(path.read_bytes())
-    except OSError:
-        manifest = {}
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is no JSON ({error})") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
-            "--manifest writes a manifest for downloaded shards"
-        )
+            f"DATA_PATH: no {path} that can be read ({error}); data/prepare.py prepares data, and "
+            "data/download.py --manifest writes a manifest for downloaded shards"
+        ) from None
     for fault in manifest_faults(manifest):
         raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
     return manifest
@@ -1289,8 +1287,7 @@ def counted_bytes(part):
     They are those that the tokens decode to, but never more than the source has: a tokenizer
     without a piece for the space decodes to a third more.
     """
-    source_bytes = part.get("source_bytes") or part["decoded_bytes"]
-    return min(source_bytes, part["decoded_bytes"])
+    return min(part["decoded_bytes"], part.get("source_bytes") or math.inf)
 
 
 class TokenStream:
@@ -1381,9 +1378,11 @@ class DataTokenizer:
     file: str  # name of its file; "bytes" has none
     content: bytes  # of that file, which sample.py needs beside an artifact
     sha256: str
-    vocab_size: int
     bos_id: int
     byte_table: np.ndarray  # (2, V) int64, see token_bytes
+
+    def __post_init__(self):
+        self.vocab_size = self.byte_table.shape[1]
 
     def count_bytes(self, tokens):
         """Return the bytes of all tokens (N,) but the first."""
@@ -1425,14 +1424,16 @@ def parse_mixture(data_path):
     return folders, [float(weight) / total for weight in weights]
 
 
-def read_tokenizer_file(path):
-    """Return the bytes of a tokenizer's file; `bytes` is built in. Raises UserError."""
-    if Path(path).name == "bytes":
-        return b"underpar bytes 264"
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"tokenizer {path}: {error}; must be the data's, or empty") from None
+def read_checked(path, sha256, hint):
+    """Return the bytes of a file; the tokenizer `bytes` has none. Raises UserError, with a hint, if
+    they are not those of the SHA-256.
+    """
+    content = b"underpar bytes 264" if Path(path).name == "bytes" else b""
+    if os.path.isfile(path):
+        content = Path(path).read_bytes()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise UserError(f"{path}: missing, or its SHA-256 is not the one of the data; {hint}")
+    return content
 
 
 def data_tokenizer(folder, facts, path):
@@ -1440,20 +1441,12 @@ def data_tokenizer(folder, facts, path):
 
     facts: of its manifest. path: where the tokenizer's file is; "" for the data folder.
     """
-    content = read_tokenizer_file(path or Path(folder, facts["file"]))
-    if hashlib.sha256(content).hexdigest() != facts["sha256"]:
-        raise UserError(f"{folder}/manifest.json: shards of another tokenizer than {path!r}")
-    path = Path(folder, TOKEN_BYTES)
-    if not path.is_file() or sha256_file(path) != facts.get("token_bytes_sha256"):
-        raise UserError(
-            f"{path}: missing or changed; `python data/prepare.py --token-bytes {folder}` writes it "
-            "for shards of an older version"
-        )
-    byte_table = np.fromfile(path, "<u4").astype(np.int64).reshape(2, -1)
-    if byte_table.shape[1] != facts["vocab_size"]:
-        raise UserError(f"{path}: has another number of tokens than the manifest")
-    ids = {name: facts[name] for name in ("sha256", "vocab_size", "bos_id")}
-    return DataTokenizer(facts["file"], content, byte_table=byte_table, **ids)
+    path = path or Path(folder, facts["file"])
+    content = read_checked(path, facts["sha256"], f"must be the tokenizer of {folder}")
+    hint = f"for shards of an older version: python data/prepare.py --token-bytes {folder}"
+    table = read_checked(Path(folder, TOKEN_BYTES), facts.get("token_bytes_sha256"), hint)
+    byte_table = np.frombuffer(table, "<u4").astype(np.int64).reshape(2, -1)
+    return DataTokenizer(facts["file"], content, facts["sha256"], facts["bos_id"], byte_table)
 
 
 @functools.lru_cache(64)  # a step reads one or two epochs of each folder
@@ -1509,13 +1502,9 @@ def open_data(settings):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
         )
-    pairs = []
-    for folder, manifest in zip(folders, manifests, strict=True):
-        if manifest["tokenizer"]["sha256"] != tokenizer.sha256:
-            raise UserError(
-                f"{folder}/manifest.json: shards of another tokenizer than {folders[0]}"
-            )
-        pairs.append(check_dataset(folder, manifest))
+    if any(manifest["tokenizer"]["sha256"] != tokenizer.sha256 for manifest in manifests):
+        raise UserError(f"DATA_PATH={settings.data_path!r}: shards of several tokenizers")
+    pairs = list(map(check_dataset, folders, manifests))
     check_mixture(pairs, tokenizer.bos_id)
     streams, val_streams = zip(*pairs, strict=True)
 
@@ -3497,8 +3486,7 @@ class Scorer:
             begin, first, end = np.hsplit(spans[at : at + rows], 3)  # (rows, 1) each
             places = begin + np.arange(length or (end - begin).max())
             scored = (first <= places) & (places < end)
-            # The last token fills what a row leaves: each BOS would be a document of its own.
-            places = np.where(places < end, places, len(tokens) - 2)
+            places = np.minimum(places, len(tokens) - 2)  # what fills a short row is not scored
             ids = torch.from_numpy(tokens[places])
             # The model's loss of the target -1 is 0.
             targets = torch.from_numpy(np.where(scored, tokens[places + 1], -1))

@@ -379,10 +379,9 @@ def read_shard(path):
         raise UserError(f"shard {path}: no such file")
     header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
     kind = SHARD_KINDS.get(tuple(header[:2]))
-    if not kind or os.path.getsize(path) != 1024 + np.dtype(kind).itemsize * int(header[-1]):
-        raise UserError(f"shard {path}: truncated or damaged, or no shard of llm.c's formats")
-    if header[-1] < 1:
-        raise UserError(f"shard {path}: has no token")
+    size = os.path.getsize(path) - 1024
+    if not kind or header[-1] < 1 or size != np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated, damaged or empty, or not in llm.c's formats")
     return np.memmap(path, kind, "r", offset=1024)
 
 
@@ -396,6 +395,7 @@ SPLIT_FIELDS = {
 }
 YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
 MANIFEST_FIELDS = {
+    "format": int,
     "name": str,
     "published": bool,
     "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
@@ -419,7 +419,7 @@ def field_faults(value, kind, path):
     expected = kind if isinstance(kind, type) else type(kind)
     if type(value) is not expected or value == [] or (expected is int and value < 0):
         found = "missing" if value is None else json.dumps(value)
-        yield f"{path} is {found:.60}, must be {FIELD_NAMES[expected]}"
+        yield f"{path or 'it'} is {found:.60}, must be {FIELD_NAMES[expected]}"
     elif expected is list:
         for i, part in enumerate(value):
             yield from field_faults(part, kind[0], f"{path}[{i}]")
@@ -433,6 +433,8 @@ def field_faults(value, kind, path):
 def manifest_faults(manifest):
     """Yield what is wrong with the parsed text of a manifest of format 1."""
     yield from field_faults(manifest, MANIFEST_FIELDS, "")
+    if manifest["format"] != 1:
+        yield f"format is {manifest['format']}, must be 1"
     tokenizer = manifest["tokenizer"]
     if tokenizer["bos_id"] >= tokenizer["vocab_size"]:
         yield f"tokenizer.bos_id is {tokenizer['bos_id']}, must be an id below vocab_size"
@@ -448,15 +450,11 @@ def load_manifest(data_path):
     path = Path(data_path) / "manifest.json"
     try:
         manifest = json.loads(path.read_bytes())
-    except OSError:
-        manifest = {}
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is no JSON ({error})") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"DATA_PATH: no {path} of format 1; data/prepare.py prepares data, and data/download.py "
-            "--manifest writes a manifest for downloaded shards"
-        )
+            f"DATA_PATH: no {path} that can be read ({error}); data/prepare.py prepares data, and "
+            "data/download.py --manifest writes a manifest for downloaded shards"
+        ) from None
     for fault in manifest_faults(manifest):
         raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
     return manifest
@@ -468,8 +466,7 @@ def counted_bytes(part):
     They are those that the tokens decode to, but never more than the source has: a tokenizer
     without a piece for the space decodes to a third more.
     """
-    source_bytes = part.get("source_bytes") or part["decoded_bytes"]
-    return min(source_bytes, part["decoded_bytes"])
+    return min(part["decoded_bytes"], part.get("source_bytes") or math.inf)
 
 
 class TokenStream:

@@ -381,7 +381,7 @@ def test_shards_are_llm_cs(tmp_path, tokens, vocab_size, dtype, head):
         header = np.frombuffer(raw[:1024], "<i4").copy()
         header[place] = value
         damaged.append(header.tobytes() + raw[1024:])
-    message = r"a\.bin: truncated or damaged, or no shard of llm\.c's formats$"
+    message = r"a\.bin: truncated, damaged or empty, or not in llm\.c's formats$"
     for content in damaged:
         path.write_bytes(content)
         refusal(data.UserError, message, data.read_shard, path)
@@ -498,7 +498,7 @@ def test_manifest_errors(tmp_path):
     refusal(data.UserError, message, data.load_manifest, tmp_path)
     for content in ("{", "{}", '{"format": 2}', "[1]", "[" * 200000):
         (tmp_path / "manifest.json").write_text(content)
-        message = r"manifest.json(: is no JSON| of format 1; )"
+        message = r"manifest.json(: \w+ is | that can be read )"
         refusal(data.UserError, message, data.load_manifest, tmp_path)
 
 
@@ -667,7 +667,7 @@ def test_open_data_of_a_mixture(tmp_path):
     foreign = data.load_manifest(other)
     foreign["tokenizer"]["sha256"] = "0" * 64
     change_manifest(other, foreign)
-    refuses(r"/c/manifest.json: shards of another tokenizer", f"{a}:1,{other}:1")
+    refuses("^DATA_PATH=.*: shards of several tokenizers$", f"{a}:1,{other}:1")
 
 
 def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path):
@@ -778,14 +778,14 @@ def test_shards_of_wrong_headers_are_one_line(tmp_path):
         for place, value in changes.items():
             wrong[place] = value
         path.write_bytes(wrong.tobytes() + raw[1024:])
-        refuses(f"^shard {path}: truncated or damaged, or no shard of llm.c's formats$", part)
+        refuses(f"^shard {path}: truncated, damaged or empty, or not in llm.c's formats$", part)
     for content in (b"", raw[:4], raw[:1024], raw[:-1], raw + b"\0"):
         path.write_bytes(content)
-        refuses(f"^shard {path}: truncated or damaged", part)
+        refuses(f"^shard {path}: truncated, damaged", part)
     empty = header.copy()
     empty[2] = 0
     path.write_bytes(empty.tobytes())
-    refuses(f"^shard {path}: has no token$", part)
+    refuses(f"^shard {path}: truncated, damaged or empty", part)
     path.write_bytes(raw[:-2] + b"\xff\xff")
     stream = opened(part, ema=False, swa=False).streams[0]
     message = f"^shard {path}: has ids beyond the tokenizer's$"

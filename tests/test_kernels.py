@@ -284,8 +284,8 @@ def test_the_network_is_one_graph_for_any_number_of_documents(path):
     assert not any("scaled_dot_product" in call or "gdn_scan" in call for call in calls)
 
 
-def test_what_fills_a_forward_is_no_document(varlen):
-    """FlashAttention takes at most 65,535 documents; windows that are missing would have thousands."""
+def test_what_fills_a_forward_has_few_documents(varlen):
+    """FlashAttention takes at most 65,535 documents: windows that are missing have those of a window."""
     tokens = np.full(3 * 64 + 1, 7)
     tokens[[0, 50]] = 1
     borders = []
@@ -296,7 +296,8 @@ def test_what_fills_a_forward_is_no_document(varlen):
 
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
     T.Scorer(1, runtime, 64, 8).score(model, T.EvalText(tokens, 1))
-    assert borders == [[0, 50, *range(64, 513, 64)]]
+    fill = [part for at in range(192, 512, 64) for part in (at, at + 50)]
+    assert borders == [[0, 50, 64, 128, *fill, 512]]
 
 
 # ------------------------------------------------------------------------------------ launches (GPU)
