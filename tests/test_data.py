@@ -644,6 +644,12 @@ def test_open_data_of_one_folder(tmp_path):
     figures = dict.fromkeys(data.YARDSTICKS, 2.5)
     measured = make_part(tmp_path / "m", ["training text"] * 6, ["one"], yardsticks=figures)
     assert opened(measured).yardsticks == figures
+    (tmp_path / "other.model").write_bytes(b"another tokenizer")
+    refuses("other.model", part, tokenizer_path=str(tmp_path / "other.model"))
+    table = bytearray((part / "token_bytes.bin").read_bytes())
+    table[-4] ^= 1
+    (part / "token_bytes.bin").write_bytes(table)
+    refuses("token_bytes.bin", part)
 
 
 def test_open_data_of_a_mixture(tmp_path):
