@@ -1883,416 +1883,6 @@ def check_turns(turns, notes):
 # === end: conversations ===
 
 
-# === shared: kernels ===
-# The plain forms run everywhere. On CUDA a run begins with choose_kernels, which puts faster forms
-# into FAST, by name of the kernel, if they agree with the plain ones on this device.
-FAST = {}
-
-
-def widened(x):
-    """Return x in float32, or in float64 if it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-@functools.cache
-def scan_kernel():
-    """Return the Triton kernel of gdn_scan. Only CUDA builds of PyTorch bring Triton."""
-    global tl  # Triton looks it up among the names of the module
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def scan(
-        F, T, START, S, N, M, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr
-    ):
-        # A program walks through the chunks with BV columns of one state (K, V).
-        m = tl.program_id(0)
-        k = tl.arange(0, K)
-        v = tl.program_id(1) * BV + tl.arange(0, BV)
-        here = k[:, None] * V + v
-        state = tl.load(START + m * K * V + here)
-        for i in range(N):
-            n = N - 1 - i if BACK else i
-            at = (n * M + m).to(tl.int64)
-            factor = tl.load(F + at * K * K + k[:, None] * K + k)
-            if BACK:
-                factor = factor.T
-            term = tl.load(T + at * K * V + here)
-            # Three products of TF32 have the digits of float32. For K = 128 registers do not suffice.
-            state = term + tl.dot(factor, state, input_precision="tf32x3" if K <= 64 else "tf32")
-            to = at if BACK else at + M
-            tl.store(S + to * K * V + here, state)
-
-    return scan
-
-
-@functools.cache
-def loss_kernel():
-    """Return the Triton kernel of cross_entropy, forward or, with GRAD, backward."""
-    global tl
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def loss(X, Y, LOSS, LSE, D, DL, DX, V, CAP, BLOCK: tl.constexpr, GRAD: tl.constexpr):
-        # A program has one row of X. Logits are less CAP here, so that exp cannot overflow.
-        row = tl.program_id(0).to(tl.int64)
-        y = tl.load(Y + row)
-        lse = tl.load(LSE + row) if GRAD else 0.0
-        total = 0.0
-        target = 0.0
-        for begin in range(0, V, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            x = tl.load(X + row * V + at, mask=at < V, other=0.0).to(tl.float32)
-            u = tl.sigmoid(-2 * x / CAP)  # the logit, less CAP, is -2 CAP u
-            p = tl.exp(-2 * CAP * u - lse)
-            if GRAD:
-                d = tl.load(D + row)
-                dz = (d + tl.load(DL + row)) * p - tl.where(at == y, d, 0.0)
-                tl.store(DX + row * V + at, dz * 4 * u * (1 - u), mask=at < V)
-            else:
-                total += tl.sum(tl.where(at < V, p, 0.0))
-                target += tl.sum(tl.where(at == y, -2 * CAP * u, 0.0))
-        if not GRAD:
-            tl.store(LSE + row, tl.log(total))
-            tl.store(LOSS + row, tl.where(y < 0, 0.0, tl.log(total) - target))
-
-    return loss
-
-
-def register(name, form, shapes, backward=None, keep=None):
-    """Return a form as an operator, which torch.compile calls and does not trace.
-
-    shapes: returns empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
-    """
-    if not hasattr(torch.ops.underpar, name):
-        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
-        registered.register_fake(shapes)
-        if backward:
-            registered.register_autograd(backward, setup_context=keep)
-    return getattr(torch.ops.underpar, name).default
-
-
-def scan_outputs(factors, terms, state, reverse):
-    """Return room for the states of gdn_scan, given its arguments."""
-    return state.new_empty(len(terms) + 1, *state.shape)
-
-
-def gdn_scan(factors: Tensor, terms: Tensor, state: Tensor, reverse: bool) -> Tensor:
-    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
-
-        S_0 = state     S_{n+1} = F_n S_n + t_n
-
-    There are M = B*H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V). With
-    `reverse` it goes from last to first, as the gradients do:
-
-        S_N = state     S_n = F_n^T S_{n+1} + t_n
-    """
-    if "scan" in FAST:
-        return FAST["scan"](factors, terms, state, reverse)
-    states = scan_outputs(factors, terms, state, reverse)
-    if reverse:
-        states[-1] = state
-        for n in reversed(range(len(terms))):
-            torch.baddbmm(terms[n], factors[n].mT, states[n + 1], out=states[n])
-    else:
-        states[0] = state
-        for n in range(len(terms)):
-            torch.baddbmm(terms[n], factors[n], states[n], out=states[n + 1])
-    return states
-
-
-def triton_scan(factors, terms, state, reverse):
-    """Return what gdn_scan returns, by one launch; K and V are powers of 2 from 16 on."""
-    n, m, k, v = terms.shape
-    states = scan_outputs(factors, terms, state, reverse)
-    states[n if reverse else 0] = state
-    block = min(v, 2048 // k)  # more columns of a state do not fit into registers
-    inputs = (x.contiguous() for x in (factors, terms, state))
-    scan_kernel()[m, v // block](*inputs, states, n, m, k, v, block, reverse, num_warps=8)
-    return states
-
-
-def keep_scan(ctx, inputs, output):
-    """Keep what gdn_scan_backward needs."""
-    factors, _, _, ctx.reverse = inputs
-    ctx.save_for_backward(factors, output)
-
-
-def gdn_scan_backward(ctx, d_states):
-    """Return the gradients of gdn_scan's inputs, given that of the states by what reads them.
-
-    The gradient of each direction is a scan in the other one, so second derivatives are right too.
-    """
-    factors, states = ctx.saved_tensors
-    if ctx.reverse:
-        r = gdn_scan(factors, d_states[1:], d_states[0], False)
-        return states[1:] @ r[:-1].mT, r[:-1], r[-1], None
-    r = gdn_scan(factors, d_states[:-1], d_states[-1], True)
-    return r[1:] @ states[:-1].mT, r[1:], r[0], None
-
-
-gdn_scan = register("gdn_scan", gdn_scan, scan_outputs, gdn_scan_backward, keep_scan)
-
-
-def masked_attention(q, k, v, mask):
-    """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), over the keys that each query sees.
-
-    q (B, H, T, D), k and v (B, Hkv, S, D), mask (B, T, S). Heads that share keys become queries of
-    one head, because CUDA's kernels that take a mask do not take grouped heads.
-    """
-    rows = q.reshape(*k.shape[:2], -1, q.size(3))  # (B, Hkv, groups * T, D)
-    mask = mask.repeat(1, q.size(1) // k.size(1), 1)[:, None]
-    if q.is_cuda:
-        o = F.scaled_dot_product_attention(rows, k, v, mask)
-    else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
-        scores = widened(rows * q.size(3) ** -0.5 @ k.mT)
-        # Compiled code stores a boolean mask 30 times as slowly as numbers.
-        scores = scores + torch.where(mask, 0.0, -math.inf)
-        o = scores.softmax(-1).to(v.dtype) @ v
-    return o.reshape(q.shape)
-
-
-def attend(q, k, v, doc, window, borders=None):
-    """Return causal attention inside documents (B, H, T, D).
-
-    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
-    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
-    CPU is 3 times as fast as one masked call at T = 4 windows. borders: see document_borders.
-    """
-    if borders is not None:
-        return FAST["attention"](q, k, v, borders, window)
-    T = q.size(2)
-    places = torch.arange(T, device=q.device)
-    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
-    outputs = []
-    for start in range(0, T, step):
-        queries = slice(start, start + step)
-        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
-        distance = places[queries, None] - places[keys]
-        same_doc = doc[:, queries, None] == doc[:, None, keys]
-        mask = (distance >= 0) & (distance < window) & same_doc
-        outputs.append(masked_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask))
-    return torch.cat(outputs, 2)
-
-
-def document_borders(ids, bos_id, device):
-    """Return a list of the places in ids (B, T) at which rows and documents begin, and B * T.
-
-    They are int32 (D + 1,); the list is empty if no kernel takes them. ids: on the host, which then
-    knows the number D of documents without waiting for a GPU.
-    """
-    if "attention" not in FAST:
-        return []
-    begins = ids == bos_id
-    begins[:, 0] = True
-    places = begins.flatten().nonzero().flatten()
-    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
-    torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
-    return [borders]
-
-
-# How varlen_attn is told that heads share keys. PyTorch 2.11 sees it by itself.
-SHARED_KEYS = dict(enable_gqa=True) if torch.__version__ >= "2.12" else {}
-
-
-def varlen_attend(q, k, v, borders, window):
-    """Return what `attend` returns, by FlashAttention and without masks."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    T = q.size(2)
-    left = window - 1 if window < T else -1
-    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * T, heads, D)
-    o = varlen_attn(*rows, borders, borders, T, T, window_size=(left, 0), **SHARED_KEYS)
-    return o.unflatten(0, (-1, T)).transpose(1, 2)
-
-
-def softcap(logits, cap):
-    """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
-    logits = widened(logits)
-    # tanh itself takes a CPU twice as long.
-    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
-
-
-def cross_entropy(logits, targets, cap):
-    """Return the nats (N,) of targets (N,) after logits (N, V), which get a soft cap; 0 for -1."""
-    if cap and "loss" in FAST:
-        return FAST["loss"](logits, targets, cap)[0]
-    return F.cross_entropy(softcap(logits, cap), targets, ignore_index=-1, reduction="none")
-
-
-def loss_outputs(logits, targets, cap):
-    """Return room for the outputs of softcap_loss."""
-    losses = torch.empty_like(targets, dtype=torch.float32)
-    return losses, torch.empty_like(losses)
-
-
-def softcap_loss(logits: Tensor, targets: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """Return what cross_entropy returns, and logsumexps: logits are never widened in memory."""
-    losses, lse = loss_outputs(logits, targets, cap)
-    rows, width = logits.shape
-    # The last three losses stand for tensors of the backward pass.
-    unused = 3 * [losses]
-    loss_kernel()[rows,](logits, targets, losses, lse, *unused, width, cap, 2048, False)
-    return losses, lse
-
-
-def softcap_grad(
-    logits: Tensor, targets: Tensor, lse: Tensor, d: Tensor, d_lse: Tensor, cap: float
-) -> Tensor:
-    """Return the gradient of softcap_loss by its logits, given d and d_lse (N,) by its outputs."""
-    grad = torch.empty_like(logits)
-    rows, width = logits.shape
-    loss_kernel()[rows,](logits, targets, lse, lse, d, d_lse, grad, width, cap, 2048, True)
-    return grad
-
-
-softcap_grad = register("softcap_grad", softcap_grad, lambda logits, *_: torch.empty_like(logits))
-
-
-def keep_loss(ctx, inputs, output):
-    """Keep what softcap_backward needs."""
-    logits, targets, ctx.cap = inputs
-    ctx.save_for_backward(logits, targets, output[1])
-
-
-def softcap_backward(ctx, d, d_lse):
-    """Return the gradients of softcap_loss's inputs."""
-    logits, targets, lse = ctx.saved_tensors
-    d = d.where(targets >= 0, 0.0)  # -1 has no loss
-    return softcap_grad(logits, targets, lse, d, d_lse, ctx.cap), None, None
-
-
-softcap_loss = register("softcap_loss", softcap_loss, loss_outputs, softcap_backward, keep_loss)
-
-
-def fla_outputs(q, k, v, g, beta):
-    """Return room for the outputs of fla_gdn, which takes chunks of 64 tokens."""
-    return torch.empty_like(v), torch.empty_like(g), k.new_empty(*k.shape[:3], 64)
-
-
-def fla_gdn(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gdn_chunk's outputs by flash-linear-attention; running sums of g / ln 2, and inverses.
-
-    1.0 is the scale of q; no state is given or wanted.
-    """
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
-
-    inputs = (x.contiguous() for x in (q, k, v, g, beta))
-    total, o, inverse, *_ = chunk_gated_delta_rule_fwd(*inputs, 1.0, None, False)
-    return o, total, inverse
-
-
-def fla_grad(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverse: Tensor, d: Tensor
-) -> list[Tensor]:
-    """Return the gradients of fla_gdn's inputs; g has the running sums, d is by the outputs."""
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
-
-    inputs = [x.contiguous() for x in (q, k, v, g, beta)]
-    dq, dk, dv, d_beta, dg, *_ = chunk_gated_delta_rule_bwd(
-        *inputs, inverse, 1.0, None, d.contiguous(), None
-    )
-    return [x.to(y.dtype) for x, y in zip((dq, dk, dv, dg, d_beta), inputs, strict=True)]
-
-
-fla_grad = register("fla_grad", fla_grad, lambda *x: list(map(torch.empty_like, x[:5])))
-
-
-def keep_gdn(ctx, inputs, output):
-    """Keep what fla_backward needs."""
-    q, k, v, _, beta = inputs
-    _, total, inverse = output
-    ctx.save_for_backward(q, k, v, total, beta, inverse)
-
-
-def fla_backward(ctx, d, *_):
-    """Return the gradients of fla_gdn's inputs."""
-    return tuple(fla_grad(*ctx.saved_tensors, d))
-
-
-fla_gdn = register("fla_gdn", fla_gdn, fla_outputs, fla_backward, keep_gdn)
-
-
-def losses_and_gradients(network, dtype, *inputs):
-    """Return the losses of a network that computes in `dtype`, and gradients by all its weights."""
-    network.dtype = dtype
-    losses = network(*inputs)
-    return [losses.detach(), *torch.autograd.grad(losses.sum(), network.parameters())]
-
-
-def largest_error(tensors, references):
-    """Return the largest distance of a tensor from its reference, relative to the reference, 0-d.
-
-    Tensors of few numbers are left out: what rounding does to them is chance. A NaN stays a NaN.
-    """
-    pairs = zip(tensors, references, strict=True)
-    return torch.stack([(x - y).norm() / y.norm() for x, y in pairs if x.numel() > 99]).max()
-
-
-def self_test(name, form, network, device):
-    """Return the errors of a faster form and of the plain one, against the plain one in float32.
-
-    Three layers of the network's shape read texts of three lengths, in which documents begin. An
-    error is the largest of all losses and gradients.
-    """
-    config = GPTConfig(
-        **vars(network.config)
-        | dict(layers="g s a", norms="rms rms rms", attn_window=4, train_seq_len=512, bos_id=0)
-    )
-    model = GPT(config).to(device)
-    for param in model.parameters():
-        param.data += 0.05 * torch.randn_like(param)  # some begin as zeros
-    errors = []
-    # The longest first, and some rows: fla chooses among its kernels by the first batch.
-    for length in (333, 200, 64):
-        ids = torch.randint(config.vocab_size, (8, length))
-        ids[torch.rand(8, length) < 0.05] = 0
-        inputs = [ids.to(device)] * 2
-        FAST.clear()
-        reference = losses_and_gradients(model, torch.float32, *inputs)
-        plain = losses_and_gradients(model, network.dtype, *inputs)
-        FAST[name] = form
-        borders = document_borders(ids, 0, device)
-        fast = losses_and_gradients(model, network.dtype, *inputs, *borders)
-        errors.append([largest_error(tensors, reference) for tensors in (fast, plain)])
-    return torch.tensor(errors).amax(0)
-
-
-def choose_kernels(choice, network, runtime, log):
-    """Fill FAST with the forms that are at hand and pass the self-test; log why.
-
-    choice: as the setting KERNELS. A form may be at most twice as far from float32 as the plain
-    form. Raises UserError if fla is asked for and does not pass.
-    """
-    passed = {}
-    forms = dict(attention=varlen_attend, gdn=fla_gdn, scan=triton_scan, loss=softcap_loss)
-    if choice == "plain" or runtime.device.type == "cpu":
-        forms = {}
-    for name, form in forms.items():
-        good = False
-        try:
-            error, plain_error = self_test(name, form, network, runtime.device)
-            good = error < 2 * plain_error + 0.001
-            reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
-        except Exception as fault:  # whatever a compiler or a package raises, it is not used
-            reason = repr(fault)
-        if runtime.agree(good):  # rank 0 decides: ranks must not differ
-            passed[name] = form
-        log(f"kernels: {name} {'taken' if name in passed else 'left out'}: {reason}")
-    FAST.clear()
-    FAST.update(passed)
-    if choice == "fla" and "gdn" not in passed:
-        raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
-
-
-# === end: kernels ===
-
-
 # === shared: model ===
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
 # GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
@@ -2341,6 +1931,23 @@ class GPTConfig:
     logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
     embed_init_std: float = 0.005  # standard deviation of the embedding at the start
 
+    @property
+    def attention_width(self):
+        """Return the width of a head of attention."""
+        return self.head_dim or self.model_dim // self.num_heads
+
+    @property
+    def gdn_sizes(self):
+        """Return GDN's key heads, value heads, and widths of a key and of a value."""
+        width = self.model_dim // self.num_heads
+        key_width = width // 2 if self.gdn_light else width
+        return self.gdn_shape or (self.num_heads, self.num_heads, key_width, width)
+
+
+def widened(x):
+    """Return x in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
 
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
@@ -2366,6 +1973,21 @@ def matrix(splits, cols, std=0.0):
 def rms_norm(x, eps=0.0):
     """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    shapes: returns empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
 
 
 # Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
@@ -2417,6 +2039,46 @@ def unit_inverse(a):
     return 2 * inverse - inverse @ a @ inverse
 
 
+def gdn_scan(factors: Tensor, terms: Tensor, state: Tensor) -> Tensor:
+    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
+
+        S_0 = state     S_{n+1} = F_n S_n + t_n
+
+    There are M = B * H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V).
+    """
+    states = scan_outputs(factors, terms, state)
+    states[0] = state
+    for n in range(len(terms)):
+        torch.baddbmm(terms[n], factors[n], states[n], out=states[n + 1])
+    return states
+
+
+def scan_outputs(factors, terms, state):
+    """Return room for the states of gdn_scan, given its arguments."""
+    return state.new_empty(len(terms) + 1, *state.shape)
+
+
+def keep_scan(ctx, inputs, output):
+    """Keep what gdn_scan_backward needs."""
+    ctx.save_for_backward(inputs[0], output)
+
+
+def gdn_scan_backward(ctx, d_states):
+    """Return the gradients of gdn_scan's inputs, given that of the states by what reads them.
+
+    They are a scan, too, from the last chunk to the first: R_N = d_N and R_n = F_n^T R_{n+1} + d_n.
+    So second derivatives are right.
+    """
+    factors, states = ctx.saved_tensors
+    d = d_states.flip(0)
+    r = gdn_scan(factors.flip(0).mT, d[1:], d[0]).flip(0)
+    return r[1:] @ states[:-1].mT, r[1:], r[0]
+
+
+# An operator: traced, a window of 2,048 tokens would be 64 products in the graph of each layer.
+gdn_scan = register("gdn_scan", gdn_scan, scan_outputs, gdn_scan_backward, keep_scan)
+
+
 def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
 
@@ -2460,7 +2122,7 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
         k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
         eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
         factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
-        states = gdn_scan(factors, (k_out.mT @ u).to(g.dtype), state.flatten(0, 1), False)
+        states = gdn_scan(factors, (k_out.mT @ u).to(g.dtype), state.flatten(0, 1))
         before = states[:-1].to(dtype)
         o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
@@ -2494,10 +2156,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         dim = config.model_dim
         self.eps = config.norm_eps
-        heads = config.num_heads
-        width = dim // heads
-        shape = config.gdn_shape or (heads, heads, width // 2 if config.gdn_light else width, width)
-        self.key_heads, self.heads, key_width, value_width = shape
+        self.key_heads, self.heads, key_width, value_width = config.gdn_sizes
         key_dim = self.key_heads * key_width
         value_dim = self.heads * value_width
         # Widths of queries, keys and values of all heads, and of the output gate.
@@ -2515,23 +2174,15 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
         self.norm = nn.Parameter(torch.ones(value_width))
 
-    def forward(self, x, doc, angles, borders, cache):
-        """Return (B, T, dim) for x (B, T, dim); doc (B, taps-1 + T) as in GPT.context.
-
-        angles: cosines and sines of `rotation`; attention alone reads them, and borders.
-        """
+    def forward(self, x, context):
+        """Return (B, T, dim) for x (B, T, dim), see Context."""
         T = x.size(1)
-        # In front stand the tokens that the convolution reaches: zeros, or those of the cache.
-        padded = x if cache else F.pad(x, (0, 0, CONV_TAPS - 1, 0))
-        qkvg = linear(padded, self.w_qkvg)
-        if cache:
-            qkvg = cache.extend(qkvg)
-        # Three convolutions, so that the compiler joins each with the norm that reads it. x is padded
-        # and not qkvg, which is split once, so that their gradients are written once: a GPU moves a
-        # tenth fewer bytes in a step (docs/lab.md, 2026-11-26).
+        qkvg = context.project(x, self.w_qkvg)
+        # Split once, so that the gradients are written once; and three convolutions, so that the
+        # compiler joins each with the norm that reads it.
         q, k, v, *gate = qkvg.split(self.splits, dim=-1)
         taps = self.conv.split(self.splits[:3], dim=1)
-        q, k, v = map(short_conv, (q, k, v), taps, 3 * [doc])
+        q, k, v = map(short_conv, (q, k, v), taps, 3 * [context.doc])
         q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
         v = v.unflatten(-1, (self.heads, -1))
         # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
@@ -2542,15 +2193,9 @@ class GatedDeltaNet(nn.Module):
             q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        begins_document = doc[:, -T:] != doc[:, -T - 1 : -1]
+        begins_document = context.doc[:, -T:] != context.doc[:, -T - 1 : -1]
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
-        inputs = q, k.to(v.dtype), v, g, torch.sigmoid(b)
-        if cache:
-            o = cache.recur(*inputs)
-        elif "gdn" in FAST:
-            o, *_ = FAST["gdn"](*inputs)
-        else:
-            o, _ = gdn_chunk(*inputs, chunk=64 if x.is_cuda else 32)
+        o = context.recur(q, k.to(v.dtype), v, g, torch.sigmoid(b))
         o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if gate:
             o = o * F.silu(gate[0][:, -T:])
@@ -2587,6 +2232,45 @@ def rotate(x, cos, sin):
     return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
 
 
+def masked_attention(q, k, v, mask):
+    """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), over the keys that each query sees.
+
+    q (B, H, T, D), k and v (B, Hkv, S, D), mask (B, T, S). Heads that share keys become queries of
+    one head, because CUDA's kernels that take a mask do not take grouped heads.
+    """
+    rows = q.reshape(*k.shape[:2], -1, q.size(3))  # (B, Hkv, groups * T, D)
+    mask = mask.repeat(1, q.size(1) // k.size(1), 1)[:, None]
+    if q.is_cuda:
+        o = F.scaled_dot_product_attention(rows, k, v, mask)
+    else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
+        scores = widened(rows * q.size(3) ** -0.5 @ k.mT)
+        # Compiled code stores a boolean mask 30 times as slowly as numbers.
+        scores = scores + torch.where(mask, 0.0, -math.inf)
+        o = scores.softmax(-1).to(v.dtype) @ v
+    return o.reshape(q.shape)
+
+
+def attend(q, k, v, doc, window):
+    """Return causal attention inside documents (B, H, T, D).
+
+    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
+    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
+    CPU is 3 times as fast as one masked call at T = 4 windows.
+    """
+    T = q.size(2)
+    places = torch.arange(T, device=q.device)
+    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
+    outputs = []
+    for start in range(0, T, step):
+        queries = slice(start, start + step)
+        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
+        distance = places[queries, None] - places[keys]
+        same_doc = doc[:, queries, None] == doc[:, None, keys]
+        mask = (distance >= 0) & (distance < window) & same_doc
+        outputs.append(masked_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask))
+    return torch.cat(outputs, 2)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
 
@@ -2595,7 +2279,7 @@ class Attention(nn.Module):
         dim = config.model_dim
         heads = config.num_heads
         kv_heads = config.num_kv_heads
-        width = config.head_dim or dim // heads
+        width = config.attention_width
         self.head_dim = width
         self.window = window
         self.gated = config.attn_gate  # a head's gate stands behind its query
@@ -2610,9 +2294,8 @@ class Attention(nn.Module):
             kind = config.norms.split()[-1]
             self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
 
-    def forward(self, x, doc, angles, borders, cache):
-        """Return (B, T, dim) for x (B, T, dim); the other arguments as in GatedDeltaNet."""
-        T = x.size(1)
+    def forward(self, x, context):
+        """Return (B, T, dim) for x (B, T, dim), see Context."""
         qkv = linear(x, self.w_qkv)
         if self.bias is not None:
             qkv = qkv + self.bias.to(x.dtype)
@@ -2625,16 +2308,53 @@ class Attention(nn.Module):
         if self.q_gain is not None:
             q = scaled(rms_norm(q), self.q_gain[:, None])
             k = rms_norm(k)
-        qkv = rotate(q, *angles), rotate(k, *angles), v
-        q, k, v = (heads.transpose(1, 2) for heads in qkv)  # (B, H, T, D)
-        if cache:
-            o = cache.attend(q, k, v, self.window)
-        else:
-            o = attend(q, k, v, doc[:, -T:], self.window, borders)
-        o = o.transpose(1, 2)
+        if context.angles:
+            q = rotate(q, *context.angles)
+            k = rotate(k, *context.angles)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        o = context.attend(q, k, v, self.window).transpose(1, 2)
         if self.gated:
             o = o * torch.sigmoid(gate)
         return linear(o.flatten(2), self.w_o)
+
+
+@dataclass
+class Context:
+    """What mixers know of the tokens ids (B, T) beside their vectors: documents and positions.
+
+    Through its methods alone they reach other tokens. A Decoder (section generation) has one whose
+    methods reach the tokens of earlier calls, too.
+    """
+
+    recent: Tensor  # (B, CONV_TAPS-1 + T) the ids; in front, the places that a convolution reaches
+    doc: Tensor  # of the same shape: the number of each token's document
+    positions: Tensor  # (T,), or (B, T)
+    borders: Tensor | None = None  # documents as FlashAttention takes them, see document_borders
+    angles: tuple = ()  # cosines and sines of `rotation`; none without rotary positions
+
+    def of_layer(self, place):
+        """Return the context of a layer, given its place."""
+        return self
+
+    def project(self, x, weight):
+        """Return x W^T (B, CONV_TAPS-1 + T, C) for x (B, T, dim), with zeros in front."""
+        # x is padded and not the product: a GPU moves a tenth fewer bytes in a step
+        # (docs/lab.md, 2026-11-26).
+        return linear(F.pad(x, (0, 0, CONV_TAPS - 1, 0)), weight)
+
+    def recur(self, *inputs):
+        """Return Gated DeltaNet's outputs for the inputs of gdn_chunk."""
+        if "gdn" in FAST:
+            o, *_ = FAST["gdn"](*inputs)
+        else:
+            o, _ = gdn_chunk(*inputs, chunk=64 if self.doc.is_cuda else 32)
+        return o
+
+    def attend(self, q, k, v, window):
+        """Return attention (B, H, T, D); shapes as in `attend`."""
+        if self.borders is not None:
+            return FAST["attention"](q, k, v, self.borders, window)
+        return attend(q, k, v, self.doc[:, CONV_TAPS - 1 :], window)
 
 
 def init_wave(units):
@@ -2698,10 +2418,13 @@ class MLP(nn.Module):
             h = self.sparse_events(oscillate(h, self.wave))
         return linear(h, self.w_down)
 
+    def voltage(self, h):
+        """Return the voltages (B, T, hidden) in (0, 1) of hidden units; above BIO_THRESHOLD is an event."""
+        return torch.sigmoid(linear(h, self.w_gate))
+
     def sparse_events(self, h):
         """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
-        voltage = torch.sigmoid(linear(h, self.w_gate))
-        spike = torch.sigmoid(5.0 * (voltage - BIO_THRESHOLD))
+        spike = torch.sigmoid(5.0 * (self.voltage(h) - BIO_THRESHOLD))
         return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
 
 
@@ -2720,15 +2443,22 @@ class Block(nn.Module):
             self.mixer_scale = nn.Parameter(torch.ones(dim))
             self.mlp_scale = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x, x0, mixer, *context):
+    def forward(self, x, x0, mixer, context):
         """Return the residual stream behind the layer (B, T, dim).
 
-        x is the stream before it, x0 the embedding, context the mixer's further arguments.
+        x is the stream before it, x0 the embedding, context what the mixer reads.
         """
         if self.mix is not None:
             x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
-        x = x + scaled(mixer(self.mixer_norm(x), *context), self.mixer_scale)
+        x = x + scaled(mixer(self.mixer_norm(x), context), self.mixer_scale)
         return x + scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
+
+
+def softcap(logits, cap):
+    """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
+    logits = widened(logits)
+    # tanh itself takes a CPU twice as long.
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
 
 
 class GPT(nn.Module):
@@ -2742,7 +2472,6 @@ class GPT(nn.Module):
         self.dtype = None
         # Whether a layer's activations are computed again in the backward pass, to save memory.
         self.activation_checkpointing = False
-        self.compiled = False  # whether a Decoder compiles its steps
         if config.positions not in ("rope", "learned", "none"):
             raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
@@ -2783,24 +2512,24 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks.values())
         self.final_norm = Norm(norms[-1], dim, config.norm_eps)
 
-    def context(self, ids, doc):
-        """Return doc, recent and positions for ids (B, T) at the beginning of texts.
+    def context(self, ids, doc=None, borders=None):
+        """Return the Context of ids (B, T) at the beginning of texts.
 
-        recent (B, CONV_TAPS-1 + T): the ids; in front stand the places that the convolution of the
-        first token reaches. doc, of the same shape: the number of each token's document; None: each
-        BOS begins one. positions (T,): 0, 1, 2 ...
+        doc (B, T): the number of each token's document; None: each BOS begins one. borders: the
+        same for FlashAttention, see document_borders.
         """
         if doc is None:
             doc = (ids == self.config.bos_id).cumsum(dim=1)
-        doc = F.pad(doc, (CONV_TAPS - 1, 0))
-        recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.bos_id)
-        return doc, recent, torch.arange(ids.size(1), device=ids.device)
+        reach = (CONV_TAPS - 1, 0)
+        recent = F.pad(ids, reach, value=self.config.bos_id)
+        positions = torch.arange(ids.size(1), device=ids.device)
+        return Context(recent, F.pad(doc, reach), positions, borders)
 
     def ngrams(self, recent, doc):
         """Return the hashed embeddings of each token with the one and the two tokens before it.
 
-        (B, T, 2 * BIGRAM_DIM) for recent and doc of `context`. Other documents count as BOS. This
-        is BigramHashEmbedding of Parameter Golf, with triples.
+        (B, T, 2 * BIGRAM_DIM) for recent and doc of Context. Other documents count as BOS. This is
+        BigramHashEmbedding of Parameter Golf, with triples.
         """
         reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
@@ -2813,26 +2542,28 @@ class GPT(nn.Module):
             places.append(key % rows + (back - 1) * rows)
         return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
 
-    def features(self, ids, cache=None, borders=None, doc=None):
+    def features(self, ids, doc=None, borders=None, context=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
-        With a cache, ids go on with the texts that it holds (see Decoder in section generation).
-        borders: see document_borders; without them attention masks by `doc`, see context.
+        doc and borders: see `context`. Texts that go on have a context of their own (see Decoder in
+        section generation).
         """
         config = self.config
-        doc, recent, positions = cache.context(ids) if cache else self.context(ids, doc)
+        context = context or self.context(ids, doc, borders)
+        positions = context.positions
         x = F.embedding(ids, self.embed)
         x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
-        dims = config.rope_dims or config.head_dim or config.model_dim // config.num_heads
-        if config.positions != "rope":
-            dims = 0
-        angles = rotation(positions, dims, config.rope_base, config.rope_scaling, x.dtype)
+        if config.positions == "rope":
+            dims = config.rope_dims or config.attention_width
+            scaling = config.rope_scaling
+            context.angles = rotation(positions, dims, config.rope_base, scaling, x.dtype)
         if config.residual_mix:
             x = rms_norm(x)
         if config.positions == "learned":
             x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
         if config.bigram_vocab_size:
-            x = x + linear(self.ngrams(recent, doc).to(x.dtype), self.w_ngram)
+            ngrams = self.ngrams(context.recent, context.doc)
+            x = x + linear(ngrams.to(x.dtype), self.w_ngram)
 
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         half = len(self.layers) // 2
@@ -2843,30 +2574,207 @@ class GPT(nn.Module):
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
             run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
-            x = run(x, x0, mixer, doc, angles, borders, cache.layers[place] if cache else None)
+            x = run(x, x0, mixer, context.of_layer(place))
             if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
 
-    def read_out(self, x):
-        """Return logits (..., V) before the soft cap, of features x (..., dim)."""
-        return linear(x, self.embed if self.head is None else self.head)
-
     def logits(self, x):
         """Return logits (..., V), float32 at least, of features x (..., dim)."""
-        return softcap(self.read_out(x), self.config.logit_softcap)
+        logits = linear(x, self.embed if self.head is None else self.head)
+        return softcap(logits, self.config.logit_softcap)
 
     def forward(self, ids, targets=None, borders=None):
         """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
-        x = self.features(ids, borders=borders)
+        logits = self.logits(self.features(ids, borders=borders))
         if targets is None:
-            return self.logits(x)
-        logits = self.read_out(x).flatten(0, 1)
-        losses = cross_entropy(logits, targets.flatten(), self.config.logit_softcap)
+            return logits
+        logits = logits.flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
         return losses.view_as(targets)
 
 
 # === end: model ===
+
+
+# === shared: kernels ===
+# Faster forms on CUDA, by name of the kernel. A run begins with choose_kernels, which keeps those
+# that agree with the plain forms of section model on this device. FAST is empty elsewhere.
+FAST = {}
+
+
+def document_borders(ids, bos_id, device):
+    """Return a list of the places in ids (B, T) at which rows and documents begin, and B * T.
+
+    They are int32 (D + 1,); the list is empty if no kernel takes them. ids: on the host, which then
+    knows the number D of documents without waiting for a GPU.
+    """
+    if "attention" not in FAST:
+        return []
+    begins = ids == bos_id
+    begins[:, 0] = True
+    places = begins.flatten().nonzero().flatten()
+    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
+    torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
+    return [borders]
+
+
+# How varlen_attn is told that heads share keys. PyTorch 2.11 sees it by itself.
+SHARED_KEYS = dict(enable_gqa=True) if torch.__version__ >= "2.12" else {}
+
+
+def varlen_attend(q, k, v, borders, window):
+    """Return what `attend` returns, by FlashAttention and without masks."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    T = q.size(2)
+    left = window - 1 if window < T else -1
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * T, heads, D)
+    o = varlen_attn(*rows, borders, borders, T, T, window_size=(left, 0), **SHARED_KEYS)
+    return o.unflatten(0, (-1, T)).transpose(1, 2)
+
+
+def fla_outputs(q, k, v, g, beta):
+    """Return room for the outputs of fla_gdn, which takes chunks of 64 tokens."""
+    return torch.empty_like(v), torch.empty_like(g), k.new_empty(*k.shape[:3], 64)
+
+
+def fla_gdn(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gdn_chunk's outputs by flash-linear-attention; running sums of g / ln 2, and inverses.
+
+    1.0 is the scale of q; no state is given or wanted.
+    """
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+
+    inputs = (x.contiguous() for x in (q, k, v, g, beta))
+    total, o, inverse, *_ = chunk_gated_delta_rule_fwd(*inputs, 1.0, None, False)
+    return o, total, inverse
+
+
+def fla_grad(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverse: Tensor, d: Tensor
+) -> list[Tensor]:
+    """Return the gradients of fla_gdn's inputs; g has the running sums, d is by the outputs."""
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
+
+    inputs = [x.contiguous() for x in (q, k, v, g, beta)]
+    dq, dk, dv, d_beta, dg, *_ = chunk_gated_delta_rule_bwd(
+        *inputs, inverse, 1.0, None, d.contiguous(), None
+    )
+    return [x.to(y.dtype) for x, y in zip((dq, dk, dv, dg, d_beta), inputs, strict=True)]
+
+
+fla_grad = register("fla_grad", fla_grad, lambda *x: list(map(torch.empty_like, x[:5])))
+
+
+def keep_gdn(ctx, inputs, output):
+    """Keep what fla_backward needs."""
+    q, k, v, _, beta = inputs
+    _, total, inverse = output
+    ctx.save_for_backward(q, k, v, total, beta, inverse)
+
+
+def fla_backward(ctx, d, *_):
+    """Return the gradients of fla_gdn's inputs."""
+    return tuple(fla_grad(*ctx.saved_tensors, d))
+
+
+fla_gdn = register("fla_gdn", fla_gdn, fla_outputs, fla_backward, keep_gdn)
+
+
+def output_and_gradients(form, inputs, dtype):
+    """Return the output of a form and the gradients of its inputs; 4-d inputs are in `dtype`."""
+    leaves = [x.to(dtype) if x.ndim == 4 else x.clone() for x in inputs]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    output = form(*leaves)
+    weights = torch.arange(output.numel(), device=output.device).sin().view_as(output)
+    return [output, *torch.autograd.grad(output, leaves, weights.to(output.dtype))]
+
+
+def form_errors(fast, plain, inputs, dtype):
+    """Return the errors of a faster form and of the plain one, in `dtype`, as a tensor (2,).
+
+    An error is the largest distance of the output or a gradient from those of the plain form in
+    float32, relative to their norm. A NaN stays a NaN.
+    """
+    references = output_and_gradients(plain, inputs, torch.float32)
+    errors = []
+    for form in (fast, plain):
+        pairs = zip(output_and_gradients(form, inputs, dtype), references, strict=True)
+        errors.append(torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).max())
+    return torch.stack(errors)
+
+
+def check_attention(config, ids, dtype, device):
+    """Return the form_errors of varlen_attend with and without a window, for documents of ids (B, T)."""
+    (borders,) = document_borders(ids, 0, device)
+    doc = (ids == 0).cumsum(1).to(device)
+    windows = (config.attn_window, FULL_WINDOW)
+    shapes = [
+        (len(ids), heads, ids.size(1), config.attention_width)
+        for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    ]
+    return form_errors(
+        lambda *qkv: torch.cat([FAST["attention"](*qkv, borders, window) for window in windows]),
+        lambda *qkv: torch.cat([attend(*qkv, doc, window) for window in windows]),
+        [torch.randn(shape, device=device) for shape in shapes],
+        dtype,
+    )
+
+
+def check_gdn(config, ids, dtype, device):
+    """Return the form_errors of fla_gdn, for documents of ids (B, T)."""
+    _, heads, key_width, value_width = config.gdn_sizes
+    q, k, v = (
+        torch.randn(*ids.shape, heads, width, device=device)
+        for width in (key_width, key_width, value_width)
+    )
+    g, beta = torch.rand(2, *ids.shape, heads, device=device)
+    g = torch.where(ids[..., None].to(device) == 0, DOCUMENT_DECAY, -g)
+    q = F.normalize(q, dim=-1) * key_width**-0.5
+    return form_errors(
+        lambda *inputs: FAST["gdn"](*inputs)[0],
+        lambda *inputs: gdn_chunk(*inputs, chunk=64)[0],
+        [q, F.normalize(k, dim=-1), v, g, beta],
+        dtype,
+    )
+
+
+def choose_kernels(choice, network, runtime, log):
+    """Fill FAST with the forms that are at hand and agree with the plain ones; log why.
+
+    choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
+    form may be at most twice as far from float32 as the plain form. Raises UserError if fla is asked
+    for and left out.
+    """
+    FAST.clear()
+    if choice != "plain" and runtime.device.type == "cuda":
+        FAST.update(attention=varlen_attend, gdn=fla_gdn)
+    checks = {"attention": check_attention, "gdn": check_gdn}
+    config = network.config
+    dtype = network.dtype or torch.bfloat16
+    ids = torch.randint(100, (2, min(config.train_seq_len, 2048)))  # the plain form needs memory
+    for name in list(FAST):
+        good = False
+        try:
+            errors = checks[name](config, ids, dtype, runtime.device)
+            error, plain_error = errors.tolist()
+            good = error < 2 * plain_error + 0.001
+            reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
+        except Exception as fault:  # whatever a compiler or a package raises, it is not used
+            reason = repr(fault)
+        good = runtime.agree(good)  # rank 0 decides: ranks must not differ
+        log(f"kernels: {name} {'taken' if good else 'left out'}: {reason}")
+        if not good:
+            del FAST[name]
+    if choice == "fla" and "gdn" not in FAST:
+        raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
+
+
+# === end: kernels ===
 
 
 # === shared: lora ===

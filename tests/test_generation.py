@@ -149,7 +149,7 @@ def test_room_grows_with_the_text():
     for window in (5, 80):
         net = mixed(attn_window=window, train_seq_len=256)
         decoder = check_steps(net, [[1, 9, 4]] * 2, texts(5, 2, 150), {}, 1e-9)
-        sizes = {layer.kept["keys"].size(2) for layer in decoder.layers if "keys" in layer.kept}
+        sizes = {kept["keys"].size(2) for kept in decoder.layers if "keys" in kept}
         assert sizes == {6 + 3 * S.ROOM}
 
 
@@ -405,9 +405,7 @@ def test_any_number_of_samples_is_made_in_batches_that_fit(monkeypatch):
 
 def test_caches_of_a_batch_have_a_limit():
     """At most 1 GiB on a CPU: of SmolLM2-135M, whose 30 layers have keys and values of 192 numbers."""
-    config = SimpleNamespace(
-        vocab_size=49152, num_kv_heads=3, head_dim=0, model_dim=576, num_heads=9
-    )
+    config = T.GPTConfig(49152, 1, "a", "rms", num_kv_heads=3, model_dim=576, num_heads=9)
     network = SimpleNamespace(config=config, layers=range(30), embed=torch.zeros(1))
     assert S.texts_at_once(network, 136) == 2**30 // (30 * 2 * 192 * 4 * 200)  # room for 64 more
     assert S.texts_at_once(network, 10**9) == 1

@@ -163,8 +163,8 @@ def hook_sums(net, batches):
     for ids in batches:
         net(ids)
         if hasattr(net, "w_ngram"):
-            doc, recent, _ = net.context(ids, None)
-            add(net.w_ngram, net.ngrams(recent, doc))
+            context = net.context(ids)
+            add(net.w_ngram, net.ngrams(context.recent, context.doc))
     for hook in hooks:
         hook.remove()
     return sums

@@ -95,18 +95,17 @@ def test_kernels_are_told_and_timed(suite, monkeypatch):
     """Steps with no faster form, with all but fla's, and with all; forms that no GPU is needed for."""
 
     def choose_kernels(choice, network, runtime, log):
-        T.FAST.update({"loss": plain_loss, "gdn": T.gdn_chunk})
-        log("kernels: loss taken")
+        T.FAST.update({"attention": plain_attention, "gdn": T.gdn_chunk})
+        log("kernels: gdn taken")
 
-    def plain_loss(logits, targets, cap):
-        capped = T.softcap(logits, cap)
-        return (torch.nn.functional.cross_entropy(capped, targets, reduction="none"),)
+    def plain_attention(q, k, v, borders, window):
+        return T.attend(q, k, v, torch.zeros(len(q), q.size(2)), window)
 
     monkeypatch.setattr(T, "choose_kernels", choose_kernels)
     told, *steps = gpu.kernels_part(suite)
-    assert told == {"what": "kernels: loss taken"} and T.FAST == {}
+    assert told == {"what": "kernels: gdn taken"} and T.FAST == {}
     names = [record["what"].partition("faster forms: ")[2] for record in steps]
-    assert names == ["none", "loss", "loss gdn"]
+    assert names == ["none", "attention", "attention gdn"]
     assert all(record["tokens/s"] > 0 for record in steps)
 
 

@@ -149,8 +149,8 @@ def test_hashed_pairs_and_triples_by_hand():
     """Rows of the table by Python's integers; nothing is seen across the start of a document."""
     net = network(5, bigram_vocab_size=50)
     ids = tokens(5, 2, 40)
-    doc, recent, _ = net.context(ids, None)
-    found = net.ngrams(recent, doc)
+    context = net.context(ids)
+    found = net.ngrams(context.recent, context.doc)
     for row, text in enumerate(ids.tolist()):
         for place, token in enumerate(text):
             start = max(at for at in range(place + 1) if text[at] == 1)
@@ -210,8 +210,7 @@ def test_gdn_layer_against_the_recurrence(light):
     if not light:
         o = o * torch.nn.functional.silu(gate[0])
     expected = torch.nn.functional.linear(o, layer.w_o)
-    begun = torch.nn.functional.pad(doc, (3, 0))  # the convolution reaches back by three tokens
-    assert (layer(x, begun, torch.arange(40), None, None) - expected).abs().max() < 1e-9
+    assert (layer(x, net.context(ids)) - expected).abs().max() < 1e-9
 
 
 def test_gdn_initialisation_is_flas():

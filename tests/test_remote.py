@@ -131,7 +131,7 @@ def test_files_of_an_export(exported, transformers, tmp_path):
     assert model.generation_config.pad_token_id == BYTES.bos_id
     code = (folder / "underpar.py").read_text()
     sections = Q.re.findall("# === shared: (.*) ===", code)
-    names = "settings tokenizer encoding roles template prompt text kernels model generation"
+    names = "settings tokenizer encoding roles template prompt text model kernels generation"
     assert sections == names.split()
     assert "zstandard" not in code and "import torch\n" in code
     model.save_pretrained(tmp_path / "saved")

@@ -586,13 +586,13 @@ def test_pooled_distance_by_loops(dims):
 
 def captured(made, ids):
     """What the head reads and the last mixer's output, by a forward written out for layers g and a."""
-    doc = F.pad((ids == BOS).cumsum(1), (S.CONV_TAPS - 1, 0))
-    positions = torch.arange(ids.size(1))
+    context = made.context(ids)
     x = x0 = S.rms_norm(F.embedding(ids, made.embed))
     for block, mixer in zip(made.blocks, made.mixers, strict=True):
         x = block.mix[0] * x + block.mix[1] * x0
-        angles = S.rotation(positions, getattr(mixer, "head_dim", 0), 1e4, [], x.dtype)
-        y = mixer(block.mixer_norm(x), doc, angles, None, None)
+        width = getattr(mixer, "head_dim", 0)
+        context.angles = S.rotation(context.positions, width, 1e4, [], x.dtype)
+        y = mixer(block.mixer_norm(x), context)
         x = x + y * block.mixer_scale
         x = x + block.mlp(block.mlp_norm(x)) * block.mlp_scale
     return made.final_norm(x), y

@@ -186,9 +186,9 @@ def steps_part(suite: Suite, name: str, compiled: bool, forms: dict | None = Non
 
 
 def kernels_part(suite: Suite) -> list[dict]:
-    """Return what the self-tests of kernels say, and records of training steps by the forms taken.
+    """Return what the checks of kernels say, and records of training steps by the forms taken.
 
-    Steps have only plain forms, then the forms of Triton and FlashAttention, then fla's too.
+    Steps have only plain forms, then FlashAttention, then fla's form too.
     """
     script = suite.script
     _, network = make_network(suite, "defaults", script)

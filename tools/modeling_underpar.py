@@ -64,7 +64,7 @@ class TextCache(Decoder):
             return self.logits[:, None]
         while self.used + ids.size(1) > self.kept["ids"].size(1):
             self.grow()
-        logits = self.network.logits(self.network.features(ids, self))
+        logits = self.network.logits(self.network.features(ids, context=self.context(ids)))
         self.logits = logits[:, -1]
         return logits
 

@@ -1,6 +1,6 @@
 """Count the bytes that a training step moves and keeps for each token on a GPU, without one.
 
-    python tools/experiments/gpu_bytes.py --config configs/golf_8gpu.env [--forms attention gdn loss]
+    python tools/experiments/gpu_bytes.py --config configs/golf_8gpu.env [--forms attention gdn]
     python tools/experiments/gpu_bytes.py --config FILE --script OLD_TRAIN_GPT.py     an older script
 
 The branches for CUDA of a copy of train_gpt.py are compiled on the CPU, in bfloat16. PyTorch's
@@ -30,11 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 from common import ROOT, load_script
 from torch._inductor import metrics
 
-STAND_INS = {  # operators of the faster forms -> what has the shapes of their outputs
-    "fla_gdn": "fla_outputs",
-    "softcap_loss": "loss_outputs",
-}
-
 
 def forced_module(path):
     """Return a script as a module whose branches for CUDA tensors are taken on a CPU, too."""
@@ -58,14 +53,12 @@ def zeros_like_outputs(shapes):
 
 def use_forms(script, names):
     """Put forms into FAST, with stand-ins for what only a GPU can run."""
-    forms = dict(attention=script.varlen_attend, gdn=script.fla_gdn, loss=script.softcap_loss)
+    forms = dict(attention=script.varlen_attend, gdn=script.fla_gdn)
     for name in names:
         script.FAST[name] = forms[name]
     register = torch.library.register_kernel
-    for name, shapes in STAND_INS.items():
-        register(f"underpar::{name}", "cpu", zeros_like_outputs(getattr(script, shapes)))
+    register("underpar::fla_gdn", "cpu", zeros_like_outputs(script.fla_outputs))
     register("underpar::fla_grad", "cpu", lambda *x: [torch.zeros_like(y) for y in x[:5]])
-    register("underpar::softcap_grad", "cpu", lambda logits, *_: torch.zeros_like(logits))
 
     def attention(q, k, v, *_):
         random_state = torch.zeros(2, dtype=torch.uint64)
@@ -166,7 +159,7 @@ def main():
     )
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py")
-    parser.add_argument("--forms", nargs="*", default=[], choices=["attention", "gdn", "loss"])
+    parser.add_argument("--forms", nargs="*", default=[], choices=["attention", "gdn"])
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=2, help="windows in the smaller batch")
     parser.add_argument("--document", type=int, default=700, help="mean tokens of a document")
