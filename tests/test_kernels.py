@@ -1,6 +1,5 @@
 """Section kernels: the faster forms against the plain ones, and how a run chooses among them."""
 
-import functools
 import json
 import math
 import os
