@@ -2647,14 +2647,41 @@ RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
 
 
-class ArtifactError(ValueError):
-    """The artifact is damaged, or the file is none; one line that names the damaged part."""
+class ArtifactError(UserError):
+    """A file of a model is damaged, or none; one line that names the file and the damaged part."""
 
 
 def require(condition, message):
     """Raise ArtifactError(message) unless the condition holds."""
     if not condition:
         raise ArtifactError(message)
+
+
+def require_types(facts, kinds, source):
+    """Raise ArtifactError unless `facts` is an object with values of these types: key -> type.
+
+    An int may stand for a float, but True for no number.
+    """
+    require(isinstance(facts, dict), f"{source} must be an object")
+    for key, kind in kinds.items():
+        value = facts.get(key)
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            raise ArtifactError(
+                f"{source} has {key}={value!r:.60}: must be of type {kind.__name__}"
+            )
+
+
+@contextlib.contextmanager
+def one_line(source):
+    """Make an ArtifactError, one line that names the source, of whatever is raised inside.
+
+    A file that only claims to be whole may raise anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, UserError) else repr(error)
+        raise ArtifactError(f"{source}: {' '.join(reason.split()):.400}") from None
 
 
 @dataclass
@@ -2733,17 +2760,15 @@ class RansCoder:
 
 def check_header(header):
     """Raise ArtifactError unless a header is an object that names the model's tokenizer."""
-    require(isinstance(header, dict), "its header is no object")
-    for key, kind in {"meta": dict, "tokenizer_sha256": str}.items():
-        require(isinstance(header.get(key), kind), f"the header's {key} is none")
+    require_types(header, {"meta": dict, "tokenizer_sha256": str}, "the header")
     tokenizer = header["meta"].setdefault("tokenizer", "bytes")
     # It is looked for beside the model.
     is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
-    require(is_name and tokenizer.isprintable(), "the header's tokenizer is none")
+    require(is_name and tokenizer.isprintable(), "the header's tokenizer must be a file's name")
 
 
 def read_artifact_header(data):
-    """Return the header of an artifact and a file at its streams. Raises ArtifactError if damaged."""
+    """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
     require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     versions = " and ".join(map(str, READABLE_VERSIONS))
@@ -2755,8 +2780,7 @@ def read_artifact_header(data):
     frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
     header = json.loads(frame.read(HEADER_LIMIT))
     check_header(header)
-    for key in ("streams", "settings"):
-        require(isinstance(header.get(key), dict), f"the header's {key} is none")
+    require_types(header, {"streams": dict, "settings": dict}, "the header")
     return header, file
 
 
@@ -2766,23 +2790,20 @@ def count_numbers(shape):
 
 
 def check_record(name, record):
-    """Raise ArtifactError unless the header's record of a stream has values of the right types."""
+    """Raise ArtifactError unless the header's record of a stream has values that can be meant."""
     require(re.fullmatch(r"[\w.]+", name), f"{name!r} is no name of a tensor")
-    require(isinstance(record, dict), f"{name!r} has no record")
-    shape = record.get("shape")
-    is_list = isinstance(shape, list) and len(shape) <= 8
-    is_shape = is_list and all(type(size) is int and size >= 0 for size in shape)
-    require(is_shape, f"{name!r} has a shape that is none")
-    require(record.get("dtype") in STREAM_DTYPES, f"{name!r} has a dtype that is none")
-    length = record.get("length")
-    require(type(length) is int and length >= 0, f"{name!r} has a length that is none")
+    require_types(record, {"shape": list, "dtype": str, "length": int}, repr(name))
     if "scale" in record:
-        is_quantized = type(record["scale"]) is float and type(record.get("bits")) is int
-        require(is_quantized, f"{name!r} has a scale or bits that are none")
+        require_types(record, {"scale": float, "bits": int}, repr(name))
+    shape = record["shape"]
+    is_shape = len(shape) <= 8 and all(type(size) is int and size >= 0 for size in shape)
+    require(is_shape, f"{name!r} has a shape that is none")
+    require(record["dtype"] in STREAM_DTYPES, f"{name!r} has a dtype that is none")
+    require(record["length"] >= 0, f"{name!r} has a length that is none")
 
 
 def read_streams(data):
-    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
+    """Return header and arrays (name -> flat) of an artifact. Any error if it is damaged."""
     header, file = read_artifact_header(data)
     limit = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)
     arrays = {}
@@ -2811,6 +2832,46 @@ def replace_escapes(symbols, escapes):
     return codes, rest
 
 
+def decode_artifact(data):
+    """Return what read_artifact does, of the bytes of an artifact. Any error if it is damaged."""
+    header, arrays = read_streams(data)
+    states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
+    escapes = arrays.pop("escapes", np.empty(0, np.int32))
+    kinds = [array.dtype.str for array in (states, tables, sizes, escapes)]
+    require(kinds == ["<u4", "<u2", "|u1", "<i4"], "the coder's streams have other dtypes")
+    require(tables.size == 97 * 256, "there are not 97 tables")
+    coder = RansCoder(states, tables.reshape(-1, 256))
+    count = 0  # of codes in words
+    tensors = {}
+    coded = {}
+    for name, array in arrays.items():
+        record = header["streams"][name]
+        shape = record["shape"]
+        if array.dtype == np.uint16:
+            height, *width = shape
+            count += math.prod(shape)
+            has_lanes = len(states) >= 1024 or count <= CODES_PER_LANE * len(states)
+            require(has_lanes, f"{name!r}: the lanes are too few for so many codes")
+            ends = [height, height + math.prod(width)]
+            rows, columns, sizes = np.split(sizes, ends)
+            contexts = np.add.outer(rows, columns).reshape(-1)
+            array = coder.decode(contexts, array).view(np.int8)
+        is_coded = "scale" in record
+        require(is_coded == (array.dtype == np.int8), f"{name!r}: codes have a scale")
+        if is_coded:
+            array, escapes = replace_escapes(array, escapes)
+        values = torch.from_numpy(array).view(shape)
+        if is_coded:
+            scale = torch.tensor([record["scale"]], dtype=torch.float16)
+            require(scale.isfinite(), f"{name!r} has a scale that is not finite")
+            coded[name] = Coded(values.flatten(1), scale, record["bits"])
+            values = dequantize(values, scale)
+        tensors[name] = values.float()
+    require(len(escapes) == 0, "escapes are left over")
+    require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+    return header, tensors, coded
+
+
 def read_artifact(path):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
@@ -2819,46 +2880,8 @@ def read_artifact(path):
     it was written. The header's meta has the name of the tokenizer's file, as `tokenizer`.
     """
     data = Path(path).read_bytes()
-    tensors = {}
-    coded = {}
-    try:
-        header, arrays = read_streams(data)
-        states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
-        escapes = arrays.pop("escapes", np.empty(0, np.int32))
-        kinds = [array.dtype.str for array in (states, tables, sizes, escapes)]
-        require(kinds == ["<u4", "<u2", "|u1", "<i4"], "the coder's streams have other dtypes")
-        require(tables.size == 97 * 256, "there are not 97 tables")
-        coder = RansCoder(states, tables.reshape(-1, 256))
-        count = 0  # of codes in words
-        for name, array in arrays.items():
-            record = header["streams"][name]
-            shape = record["shape"]
-            if array.dtype == np.uint16:
-                height, *width = shape
-                count += math.prod(shape)
-                has_lanes = len(states) >= 1024 or count <= CODES_PER_LANE * len(states)
-                require(has_lanes, f"{name!r}: the lanes are too few for so many codes")
-                ends = [height, height + math.prod(width)]
-                rows, columns, sizes = np.split(sizes, ends)
-                contexts = np.add.outer(rows, columns).reshape(-1)
-                array = coder.decode(contexts, array).view(np.int8)
-            is_coded = "scale" in record
-            require(is_coded == (array.dtype == np.int8), f"{name!r}: codes have a scale")
-            if is_coded:
-                array, escapes = replace_escapes(array, escapes)
-            values = torch.from_numpy(array).view(shape)
-            if is_coded:
-                scale = torch.tensor([record["scale"]], dtype=torch.float16)
-                require(scale.isfinite(), f"{name!r} has a scale that is not finite")
-                coded[name] = Coded(values.flatten(1), scale, record["bits"])
-                values = dequantize(values, scale)
-            tensors[name] = values.float()
-        require(len(escapes) == 0, "escapes are left over")
-        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
-    except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
-        raise ArtifactError(f"{path}: {reason}") from None
-    return header, tensors, coded
+    with one_line(path):
+        return decode_artifact(data)
 
 
 # === end: artifact ===
@@ -3174,12 +3197,13 @@ def read_delta_header(data):
     frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
     header = json.loads(frame.read(1 << 20))  # no more than this is unpacked
     check_header(header)
+    require_types(header, {"settings": dict}, "the header")
     settings = header["settings"]
-    is_coded = type(settings["bits"]) is int and 1 <= settings["bits"] <= 8
-    require(is_coded and type(settings["group"]) is int, "its bits or its group are none")
+    kinds = {"bits": int, "group": int, "scale_bits": int, "scale": float, "shape": dict}
+    require_types(settings, kinds, "the header")
+    require(1 <= settings["bits"] <= 8, "its bits are none")
     require(settings["method"] in ("bitdelta", "deltaquant"), "its method is none")
     require(settings["scale_bits"] in (16, 32), "its scale_bits are none")
-    require(isinstance(settings["shape"], dict), "its shape is none")
     return header, file
 
 
@@ -3217,11 +3241,9 @@ def read_delta(path, base):
     ArtifactError, one line with the file's name, if anything is not as it was written or the base
     is another.
     """
-    try:
+    require(Path(path).is_file(), f"{path}: no such file")
+    with one_line(path):
         return read_delta_file(Path(path).read_bytes(), base)
-    except Exception as error:  # a file that only claims to be a delta may raise anything
-        reason = str(error) if isinstance(error, ArtifactError | OSError) else repr(error)
-        raise ArtifactError(f"{path}: {reason}") from None
 
 
 # === end: deltas ===
@@ -3244,9 +3266,10 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    require(isinstance(meta, dict), "meta.json has no object")
+    require_types(meta, {}, "meta.json")
     if meta.get("shape"):
         return meta["shape"]
+    require_types(meta, {"identity": dict}, "meta.json")
     identity = meta["identity"]
     return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
 
@@ -3264,64 +3287,54 @@ def require_weights(tensors):
 def checked_config(shape, source):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    source: the file, for a UserError about a field that is unknown, missing or of a wrong type.
+    Raises ArtifactError, which names the source, for a field that is unknown or has a wrong value.
     """
-    if not isinstance(shape, dict):
-        raise UserError(f"{source} has no settings of a network")
+    kinds = {one.name: one.type for one in fields(GPTConfig)}
+    require_types(shape, {}, f"{source}: its settings")
     for name in shape:
-        if name not in GPTConfig.__dataclass_fields__:
-            raise UserError(
-                f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}"
-            )
-    for one in fields(GPTConfig):
-        value = shape.get(one.name, 0)
-        kinds = {float: (int, float), list: (list, tuple)}.get(one.type, (one.type,))
-        if one.name in shape and type(value) not in kinds:
-            raise UserError(
-                f"{source} has the field {one.name}={value!r:.80}: must be of type "
-                f"{one.type.__name__}"
-            )
-        if type(value) is int and abs(value) >= 1 << 31:
-            raise UserError(f"{source} has the field {one.name}={value:.3g}: must be below 2**31")
+        require(
+            name in kinds,
+            f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
+        )
+    require_types(shape, {name: kinds[name] for name in shape}, source)
+    for name, value in shape.items():
+        is_small = type(value) is not int or abs(value) < 1 << 31
+        require(is_small, f"{source} has {name}={value!r:.30}: must be below 2**31")
     scaling = shape.get("rope_scaling") or []
-    if len(scaling) not in (0, 4) or any(type(one) not in (int, float) for one in scaling):
-        raise UserError(f"{source} has the field rope_scaling={scaling!r:.80}: must be 4 numbers")
-    if str(shape.get("layers")).count(" ") > MAX_LAYERS:
-        raise UserError(f"{source} has more than {MAX_LAYERS} layers")
-    try:
+    are_numbers = all(type(one) in (int, float) for one in scaling)
+    is_right = len(scaling) in (0, 4) and are_numbers
+    require(is_right, f"{source} has rope_scaling={scaling!r:.80}: must be 4 numbers")
+    count = 1 + str(shape.get("layers")).count(" ")
+    require(count <= MAX_LAYERS, f"{source} has more than {MAX_LAYERS} layers")
+    with one_line(f"{source} lacks a field of its network's settings"):
         return GPTConfig(**shape)
-    except TypeError as error:
-        raise UserError(f"{source} lacks a field of its network's settings: {error}") from None
 
 
 def empty_network(config, source):
-    """Return a network without memory (device meta). Raises UserError if the config has no network."""
-    try:
-        with torch.device("meta"):
-            return GPT(config)
-    except Exception as error:  # the values of a forged config may raise anything
-        reason = " ".join(repr(error).split())
-        raise UserError(f"{source} has settings that make no network: {reason:.200}") from None
+    """Return a network without memory (device meta). ArtifactError if the config has no network."""
+    with one_line(f"{source} has settings that make no network"), torch.device("meta"):
+        return GPT(config)
 
 
 def check_tensors(network, tensors, source):
-    """Raise UserError unless the tensors are those of the network by name and shape."""
+    """Raise ArtifactError unless the tensors are those of the network by name and shape."""
     expected = network.state_dict()
     for name in tensors:
-        if name not in expected:
-            raise UserError(
-                f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}"
-            )
+        require(
+            name in expected,
+            f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}",
+        )
     for name, param in expected.items():
-        if name not in tensors:
-            raise UserError(
-                f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}"
-            )
-        if tensors[name].shape != param.shape:
-            raise UserError(
-                f"{source} has the tensor {name!r} of shape {tuple(tensors[name].shape)}, which is "
-                f"{tuple(param.shape)} in this script; {CHANGED_COPY}"
-            )
+        require(
+            name in tensors,
+            f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}",
+        )
+        shape = tuple(tensors[name].shape)
+        require(
+            shape == param.shape,
+            f"{source} has the tensor {name!r} of shape {shape}, which is {tuple(param.shape)} in "
+            f"this script; {CHANGED_COPY}",
+        )
 
 
 # === end: rebuild ===
@@ -3474,7 +3487,7 @@ def read_checkpoint(folder, average):
     Adapters are added to their matrices.
     """
     load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
-    try:
+    with one_line(f"{folder}: no checkpoint with {average} weights"):
         meta = json.loads((folder / "meta.json").read_bytes())
         tensors = load(folder / "model.pt")
         require_weights(tensors)
@@ -3501,9 +3514,6 @@ def read_checkpoint(folder, average):
             average=average,
             unmerged=tensors,
         )
-    except Exception as error:  # a forged file may raise anything
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise UserError(f"{folder}: no checkpoint with {average} weights: {reason}") from None
 
 
 def read_weights(path, average=""):
@@ -3657,10 +3667,8 @@ def pack_model(source, settings, by_gptq=False):
         coded = quantize_all(source.tensors, table)
     if by_gptq:
         improve_codes(coded, source, settings)
-    try:
+    with one_line(source.path):
         return pack_artifact(source.tensors, coded, settings=source.shape, **header)
-    except ValueError as error:
-        raise UserError(f"{source.path}: {error}") from None
 
 
 # GPTQ's sums are of so many tokens of training text: 8,192 of them lost 0.0021 nats a token instead
@@ -3741,17 +3749,13 @@ def improve_codes(coded, source, settings):
 
 def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
-    try:
-        with torch.device("meta"):  # takes no memory
-            network = GPT(GPTConfig(**source.shape))
+    network = empty_network(GPTConfig(**source.shape), source.path)
+    with one_line(f"{source.path}: its settings rebuild no model"):
         network.load_state_dict(source.tensors, assign=True)
         with torch.no_grad():
             logits = network(torch.tensor([[0]]))
         require(logits.isfinite().all(), "its logits are not finite")
-    except Exception as error:  # forged settings may raise anything
-        reason = " ".join(str(error).split())
-        raise ArtifactError(f"{source.path}: its settings rebuild no model: {reason}") from None
-    return network
+        return network
 
 
 def read_data(tuned, settings):
@@ -5210,7 +5214,7 @@ def main():
         args.run(args)
     except ArtifactError as error:
         if args.run is not verify:
-            raise UserError(str(error)) from None
+            raise
         sys.stderr.write(f"error: {error}\n")
         return 1
     return 0

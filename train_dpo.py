@@ -3567,14 +3567,41 @@ RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
 
 
-class ArtifactError(ValueError):
-    """The artifact is damaged, or the file is none; one line that names the damaged part."""
+class ArtifactError(UserError):
+    """A file of a model is damaged, or none; one line that names the file and the damaged part."""
 
 
 def require(condition, message):
     """Raise ArtifactError(message) unless the condition holds."""
     if not condition:
         raise ArtifactError(message)
+
+
+def require_types(facts, kinds, source):
+    """Raise ArtifactError unless `facts` is an object with values of these types: key -> type.
+
+    An int may stand for a float, but True for no number.
+    """
+    require(isinstance(facts, dict), f"{source} must be an object")
+    for key, kind in kinds.items():
+        value = facts.get(key)
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            raise ArtifactError(
+                f"{source} has {key}={value!r:.60}: must be of type {kind.__name__}"
+            )
+
+
+@contextlib.contextmanager
+def one_line(source):
+    """Make an ArtifactError, one line that names the source, of whatever is raised inside.
+
+    A file that only claims to be whole may raise anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, UserError) else repr(error)
+        raise ArtifactError(f"{source}: {' '.join(reason.split()):.400}") from None
 
 
 @dataclass
@@ -3653,17 +3680,15 @@ class RansCoder:
 
 def check_header(header):
     """Raise ArtifactError unless a header is an object that names the model's tokenizer."""
-    require(isinstance(header, dict), "its header is no object")
-    for key, kind in {"meta": dict, "tokenizer_sha256": str}.items():
-        require(isinstance(header.get(key), kind), f"the header's {key} is none")
+    require_types(header, {"meta": dict, "tokenizer_sha256": str}, "the header")
     tokenizer = header["meta"].setdefault("tokenizer", "bytes")
     # It is looked for beside the model.
     is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
-    require(is_name and tokenizer.isprintable(), "the header's tokenizer is none")
+    require(is_name and tokenizer.isprintable(), "the header's tokenizer must be a file's name")
 
 
 def read_artifact_header(data):
-    """Return the header of an artifact and a file at its streams. Raises ArtifactError if damaged."""
+    """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
     require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     versions = " and ".join(map(str, READABLE_VERSIONS))
@@ -3675,8 +3700,7 @@ def read_artifact_header(data):
     frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
     header = json.loads(frame.read(HEADER_LIMIT))
     check_header(header)
-    for key in ("streams", "settings"):
-        require(isinstance(header.get(key), dict), f"the header's {key} is none")
+    require_types(header, {"streams": dict, "settings": dict}, "the header")
     return header, file
 
 
@@ -3686,23 +3710,20 @@ def count_numbers(shape):
 
 
 def check_record(name, record):
-    """Raise ArtifactError unless the header's record of a stream has values of the right types."""
+    """Raise ArtifactError unless the header's record of a stream has values that can be meant."""
     require(re.fullmatch(r"[\w.]+", name), f"{name!r} is no name of a tensor")
-    require(isinstance(record, dict), f"{name!r} has no record")
-    shape = record.get("shape")
-    is_list = isinstance(shape, list) and len(shape) <= 8
-    is_shape = is_list and all(type(size) is int and size >= 0 for size in shape)
-    require(is_shape, f"{name!r} has a shape that is none")
-    require(record.get("dtype") in STREAM_DTYPES, f"{name!r} has a dtype that is none")
-    length = record.get("length")
-    require(type(length) is int and length >= 0, f"{name!r} has a length that is none")
+    require_types(record, {"shape": list, "dtype": str, "length": int}, repr(name))
     if "scale" in record:
-        is_quantized = type(record["scale"]) is float and type(record.get("bits")) is int
-        require(is_quantized, f"{name!r} has a scale or bits that are none")
+        require_types(record, {"scale": float, "bits": int}, repr(name))
+    shape = record["shape"]
+    is_shape = len(shape) <= 8 and all(type(size) is int and size >= 0 for size in shape)
+    require(is_shape, f"{name!r} has a shape that is none")
+    require(record["dtype"] in STREAM_DTYPES, f"{name!r} has a dtype that is none")
+    require(record["length"] >= 0, f"{name!r} has a length that is none")
 
 
 def read_streams(data):
-    """Return header and arrays (name -> flat) of an artifact. Raises ArtifactError if damaged."""
+    """Return header and arrays (name -> flat) of an artifact. Any error if it is damaged."""
     header, file = read_artifact_header(data)
     limit = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)
     arrays = {}
@@ -3731,6 +3752,46 @@ def replace_escapes(symbols, escapes):
     return codes, rest
 
 
+def decode_artifact(data):
+    """Return what read_artifact does, of the bytes of an artifact. Any error if it is damaged."""
+    header, arrays = read_streams(data)
+    states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
+    escapes = arrays.pop("escapes", np.empty(0, np.int32))
+    kinds = [array.dtype.str for array in (states, tables, sizes, escapes)]
+    require(kinds == ["<u4", "<u2", "|u1", "<i4"], "the coder's streams have other dtypes")
+    require(tables.size == 97 * 256, "there are not 97 tables")
+    coder = RansCoder(states, tables.reshape(-1, 256))
+    count = 0  # of codes in words
+    tensors = {}
+    coded = {}
+    for name, array in arrays.items():
+        record = header["streams"][name]
+        shape = record["shape"]
+        if array.dtype == np.uint16:
+            height, *width = shape
+            count += math.prod(shape)
+            has_lanes = len(states) >= 1024 or count <= CODES_PER_LANE * len(states)
+            require(has_lanes, f"{name!r}: the lanes are too few for so many codes")
+            ends = [height, height + math.prod(width)]
+            rows, columns, sizes = np.split(sizes, ends)
+            contexts = np.add.outer(rows, columns).reshape(-1)
+            array = coder.decode(contexts, array).view(np.int8)
+        is_coded = "scale" in record
+        require(is_coded == (array.dtype == np.int8), f"{name!r}: codes have a scale")
+        if is_coded:
+            array, escapes = replace_escapes(array, escapes)
+        values = torch.from_numpy(array).view(shape)
+        if is_coded:
+            scale = torch.tensor([record["scale"]], dtype=torch.float16)
+            require(scale.isfinite(), f"{name!r} has a scale that is not finite")
+            coded[name] = Coded(values.flatten(1), scale, record["bits"])
+            values = dequantize(values, scale)
+        tensors[name] = values.float()
+    require(len(escapes) == 0, "escapes are left over")
+    require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+    return header, tensors, coded
+
+
 def read_artifact(path):
     """Return the header, the tensors by name in float32, and `coded` as it was written.
 
@@ -3739,46 +3800,8 @@ def read_artifact(path):
     it was written. The header's meta has the name of the tokenizer's file, as `tokenizer`.
     """
     data = Path(path).read_bytes()
-    tensors = {}
-    coded = {}
-    try:
-        header, arrays = read_streams(data)
-        states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
-        escapes = arrays.pop("escapes", np.empty(0, np.int32))
-        kinds = [array.dtype.str for array in (states, tables, sizes, escapes)]
-        require(kinds == ["<u4", "<u2", "|u1", "<i4"], "the coder's streams have other dtypes")
-        require(tables.size == 97 * 256, "there are not 97 tables")
-        coder = RansCoder(states, tables.reshape(-1, 256))
-        count = 0  # of codes in words
-        for name, array in arrays.items():
-            record = header["streams"][name]
-            shape = record["shape"]
-            if array.dtype == np.uint16:
-                height, *width = shape
-                count += math.prod(shape)
-                has_lanes = len(states) >= 1024 or count <= CODES_PER_LANE * len(states)
-                require(has_lanes, f"{name!r}: the lanes are too few for so many codes")
-                ends = [height, height + math.prod(width)]
-                rows, columns, sizes = np.split(sizes, ends)
-                contexts = np.add.outer(rows, columns).reshape(-1)
-                array = coder.decode(contexts, array).view(np.int8)
-            is_coded = "scale" in record
-            require(is_coded == (array.dtype == np.int8), f"{name!r}: codes have a scale")
-            if is_coded:
-                array, escapes = replace_escapes(array, escapes)
-            values = torch.from_numpy(array).view(shape)
-            if is_coded:
-                scale = torch.tensor([record["scale"]], dtype=torch.float16)
-                require(scale.isfinite(), f"{name!r} has a scale that is not finite")
-                coded[name] = Coded(values.flatten(1), scale, record["bits"])
-                values = dequantize(values, scale)
-            tensors[name] = values.float()
-        require(len(escapes) == 0, "escapes are left over")
-        require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
-    except Exception as error:  # a file that only claims to be an artifact may raise anything
-        reason = str(error) if isinstance(error, ArtifactError) else repr(error)
-        raise ArtifactError(f"{path}: {reason}") from None
-    return header, tensors, coded
+    with one_line(path):
+        return decode_artifact(data)
 
 
 # === end: artifact ===
@@ -3936,9 +3959,10 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    require(isinstance(meta, dict), "meta.json has no object")
+    require_types(meta, {}, "meta.json")
     if meta.get("shape"):
         return meta["shape"]
+    require_types(meta, {"identity": dict}, "meta.json")
     identity = meta["identity"]
     return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
 
@@ -3956,64 +3980,54 @@ def require_weights(tensors):
 def checked_config(shape, source):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    source: the file, for a UserError about a field that is unknown, missing or of a wrong type.
+    Raises ArtifactError, which names the source, for a field that is unknown or has a wrong value.
     """
-    if not isinstance(shape, dict):
-        raise UserError(f"{source} has no settings of a network")
+    kinds = {one.name: one.type for one in fields(GPTConfig)}
+    require_types(shape, {}, f"{source}: its settings")
     for name in shape:
-        if name not in GPTConfig.__dataclass_fields__:
-            raise UserError(
-                f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}"
-            )
-    for one in fields(GPTConfig):
-        value = shape.get(one.name, 0)
-        kinds = {float: (int, float), list: (list, tuple)}.get(one.type, (one.type,))
-        if one.name in shape and type(value) not in kinds:
-            raise UserError(
-                f"{source} has the field {one.name}={value!r:.80}: must be of type "
-                f"{one.type.__name__}"
-            )
-        if type(value) is int and abs(value) >= 1 << 31:
-            raise UserError(f"{source} has the field {one.name}={value:.3g}: must be below 2**31")
+        require(
+            name in kinds,
+            f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
+        )
+    require_types(shape, {name: kinds[name] for name in shape}, source)
+    for name, value in shape.items():
+        is_small = type(value) is not int or abs(value) < 1 << 31
+        require(is_small, f"{source} has {name}={value!r:.30}: must be below 2**31")
     scaling = shape.get("rope_scaling") or []
-    if len(scaling) not in (0, 4) or any(type(one) not in (int, float) for one in scaling):
-        raise UserError(f"{source} has the field rope_scaling={scaling!r:.80}: must be 4 numbers")
-    if str(shape.get("layers")).count(" ") > MAX_LAYERS:
-        raise UserError(f"{source} has more than {MAX_LAYERS} layers")
-    try:
+    are_numbers = all(type(one) in (int, float) for one in scaling)
+    is_right = len(scaling) in (0, 4) and are_numbers
+    require(is_right, f"{source} has rope_scaling={scaling!r:.80}: must be 4 numbers")
+    count = 1 + str(shape.get("layers")).count(" ")
+    require(count <= MAX_LAYERS, f"{source} has more than {MAX_LAYERS} layers")
+    with one_line(f"{source} lacks a field of its network's settings"):
         return GPTConfig(**shape)
-    except TypeError as error:
-        raise UserError(f"{source} lacks a field of its network's settings: {error}") from None
 
 
 def empty_network(config, source):
-    """Return a network without memory (device meta). Raises UserError if the config has no network."""
-    try:
-        with torch.device("meta"):
-            return GPT(config)
-    except Exception as error:  # the values of a forged config may raise anything
-        reason = " ".join(repr(error).split())
-        raise UserError(f"{source} has settings that make no network: {reason:.200}") from None
+    """Return a network without memory (device meta). ArtifactError if the config has no network."""
+    with one_line(f"{source} has settings that make no network"), torch.device("meta"):
+        return GPT(config)
 
 
 def check_tensors(network, tensors, source):
-    """Raise UserError unless the tensors are those of the network by name and shape."""
+    """Raise ArtifactError unless the tensors are those of the network by name and shape."""
     expected = network.state_dict()
     for name in tensors:
-        if name not in expected:
-            raise UserError(
-                f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}"
-            )
+        require(
+            name in expected,
+            f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}",
+        )
     for name, param in expected.items():
-        if name not in tensors:
-            raise UserError(
-                f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}"
-            )
-        if tensors[name].shape != param.shape:
-            raise UserError(
-                f"{source} has the tensor {name!r} of shape {tuple(tensors[name].shape)}, which is "
-                f"{tuple(param.shape)} in this script; {CHANGED_COPY}"
-            )
+        require(
+            name in tensors,
+            f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}",
+        )
+        shape = tuple(tensors[name].shape)
+        require(
+            shape == param.shape,
+            f"{source} has the tensor {name!r} of shape {shape}, which is {tuple(param.shape)} in "
+            f"this script; {CHANGED_COPY}",
+        )
 
 
 # === end: rebuild ===
@@ -4022,72 +4036,73 @@ def check_tensors(network, tensors, source):
 # === shared: stored ===
 @dataclass
 class Stored:
-    """A network as a file has it, and the tokenizer beside it."""
+    """A network that a file has, and the tokenizer beside it. Its weights are yet to be read."""
 
+    source: str  # the setting that named it and the file, for an error
     file: Path  # an artifact, or the folder of a checkpoint
-    shape: dict  # the fields of its GPTConfig
-    tensors: dict[str, Tensor]
+    config: GPTConfig
     tokenizer: Path  # file of the tokenizer; "bytes" is built in
     sha256: str | None  # of the tokenizer; None: not known
 
+    def read_tensors(self):
+        """Return the weights by name. Raises ArtifactError."""
+        if self.file.is_file():
+            with one_line(self.source):
+                return read_artifact(self.file)[1]
+        with one_line(f"{self.source} cannot be read"):
+            # The file's own pages are the weights: they are read once, and copied where they change.
+            path = self.file / "model.pt"
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            require_weights(tensors)
+            return tensors
+
 
 def read_stored(name, path):
-    """Return what an artifact, a checkpoint or a run has: its artifact, or else its newest whole
-    checkpoint.
+    """Return the Stored of an artifact, a checkpoint or a run: its artifact, or else its newest
+    whole checkpoint.
 
     name: the setting that a UserError blames.
     """
+    source = f"{name}={path!r}"
     file = Path(path)
-    if not path:
-        raise UserError(f"{name}='': must be a run, a checkpoint or an artifact")
+    if not path or not file.exists():
+        raise UserError(f"{source}: no such file; must be a run, a checkpoint or an artifact")
+    if (file / "config.json").is_file():
+        raise UserError(f"{source}: first python quantize.py import {path} runs/imported")
     if (file / "model.upar").is_file():
         file = file / "model.upar"
-    if (file / "config.json").is_file():
-        raise UserError(f"{name}={path!r}: first python quantize.py import {path} runs/imported")
-    if file.is_dir():
-        file, faults = newest_checkpoint(file)
-        if file is None:
-            raise UserError(
-                f"{name}={path!r}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}"
-            )
-        try:
-            meta = json.loads((file / "meta.json").read_bytes())
-            shape = stored_shape(meta)
-            sha256 = meta.get("identity", {}).get("tokenizer_sha256")
-            # The file's own pages are the weights: they are read once, and copied where they change.
-            tensors = torch.load(
-                file / "model.pt", map_location="cpu", weights_only=True, mmap=True
-            )
-            require_weights(tensors)
-        except Exception as error:  # a forged file may raise anything
-            reason = " ".join(str(error).split()) or repr(error)
-            raise UserError(f"{name}={path!r}: checkpoint {file} is none: {reason:.300}") from None
-        beside = [*file.parent.glob("tokenizer.model"), *file.parent.glob("*.tiktoken")]
-        return Stored(file, shape, tensors, (beside or [Path("bytes")])[0], sha256)
-    try:
-        header, tensors, _ = read_artifact(file)
-        tokenizer = file.parent / Path(header["meta"]["tokenizer"]).name
-        sha256 = header["tokenizer_sha256"]
-        return Stored(file, header["settings"], tensors, tokenizer, sha256)
-    except (ArtifactError, OSError, LookupError, TypeError) as error:
-        raise UserError(
-            f"{name}={path!r}: must be a run, a checkpoint or an artifact; {error}"
-        ) from None
+    if file.is_file():
+        with one_line(f"{source}: must be a run, a checkpoint or an artifact; {file}"):
+            header, _ = read_artifact_header(file.read_bytes())
+        tokenizer = file.parent / header["meta"]["tokenizer"]
+        config = checked_config(header["settings"], f"{source}: {file}")
+        return Stored(f"{source}: {file}", file, config, tokenizer, header["tokenizer_sha256"])
+    folder, faults = newest_checkpoint(file)
+    if folder is None:
+        raise UserError(f"{source}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
+    source = f"{source}: {folder}"
+    with one_line(f"{source} cannot be read"):
+        meta = json.loads((folder / "meta.json").read_bytes())
+        shape = stored_shape(meta)
+        sha256 = meta.get("identity", {}).get("tokenizer_sha256")
+    beside = [*folder.parent.glob("tokenizer.model"), *folder.parent.glob("*.tiktoken")]
+    tokenizer = (beside or [Path("bytes")])[0]
+    return Stored(source, folder, checked_config(shape, source), tokenizer, sha256)
 
 
 def check_finite(tensors, source):
-    """Raise UserError if a tensor has a NaN or an infinite weight: all that it makes would be NaN."""
+    """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
     for name, tensor in tensors.items():
         low_and_high = torch.stack(tensor.aminmax())
-        if not low_and_high.isfinite().all():
-            raise UserError(
-                f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
-                "checkpoint from before they arose"
-            )
+        require(
+            low_and_high.isfinite().all(),
+            f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
+            "checkpoint from before they arose",
+        )
 
 
 def fill_network(network, tensors, source):
-    """Give a network without memory these tensors as its weights, and return it. Raises UserError."""
+    """Give a network without memory these tensors as its weights, and return it. ArtifactError."""
     check_tensors(network, tensors, source)
     check_finite(tensors, source)
     empty = dict(network.named_parameters())
@@ -4107,10 +4122,12 @@ def load_model(name, path):
     path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
     has none. The tokenizer's file stands beside it. name: the setting that a UserError blames.
     """
-    stored = read_stored(name, path)
-    file = stored.file
-    source = f"{name}={path!r}: {file}"
-    config = checked_config(stored.shape, source)
+    return load_stored(read_stored(name, path))
+
+
+def load_stored(stored):
+    """Return what load_model does, of what read_stored has found. Raises UserError."""
+    config = stored.config
     tokenizer = load_tokenizer(stored.tokenizer)
     if "template" in tokenizer.facts:
         compile_template(tokenizer.facts["template"])  # or a UserError, now and not in mid-run
@@ -4118,10 +4135,11 @@ def load_model(name, path):
         tokenizer = with_roles(tokenizer)  # post-training has added them
     if stored.sha256 not in (None, tokenizer.sha256) or tokenizer.vocab_size != config.vocab_size:
         raise UserError(
-            f"{name}={path!r}: the tokenizer beside it, {tokenizer.file} with "
-            f"{tokenizer.vocab_size} tokens, is not the one of {file}, which has {config.vocab_size}"
+            f"{stored.source} has {config.vocab_size} tokens, and the tokenizer beside it, "
+            f"{tokenizer.file} with {tokenizer.vocab_size}, is another one than it was trained with"
         )
-    return assemble(config, stored.tensors, source), tokenizer, str(file)
+    network = assemble(config, stored.read_tensors(), stored.source)
+    return network, tokenizer, str(stored.file)
 
 
 def assemble(config, tensors, source):
@@ -4146,6 +4164,51 @@ def add_value_head(network):
 
 
 # === end: weights ===
+
+
+# === shared: starts ===
+@functools.cache
+def find_start(path):
+    """Return the Stored of INIT_FROM; of a run that of its folder `final`, the unrounded weights.
+
+    Settings have defaults by it before its weights are read. Raises UserError.
+    """
+    final = Path(path) / "final"
+    return read_stored("INIT_FROM", str(final) if path and final.is_dir() else path)
+
+
+def describe_start(settings, source, values):
+    """Return the lines of the log that say from which file INIT_FROM took the weights.
+
+    values: settings that an imported start has in place of the defaults.
+    """
+    text = f"start: {source}"
+    if Path(settings.init_from).is_dir() and Path(source).name == "model.upar":
+        text += ", rounded weights: the run is of an older version and has no folder `final`"
+    if values:
+        text += f"\nstart: the model was imported; its defaults are {name_values(values)}"
+    return text
+
+
+def is_imported(config, tokenizer_file):
+    """Return whether a network came from a model of transformers, also in runs that began with it."""
+    # Imports before 2026-11-27 are known by their tokenizer alone.
+    return config.context > 0 or tokenizer_file == "imported.tiktoken"
+
+
+def imported_values(config, tokenizer_file, defaults):
+    """Return the settings that an imported start has in place of the defaults, {} for another start.
+
+    defaults: those that are not by the size of the network.
+    """
+    if not is_imported(config, tokenizer_file):
+        return {}
+    weights = sum(param.numel() for param in empty_network(config, "INIT_FROM").parameters())
+    # Two threads of a CPU pack 5 million weights in a second.
+    return {**defaults, "reserve_seconds": 5.0 + round(weights / 4e6)}
+
+
+# === end: starts ===
 
 
 # === shared: checkpoint ===
@@ -4250,39 +4313,6 @@ def read_facts(name, path, example):
 def read_meta(folder):
     """Return meta.json of a checkpoint to resume. Raises UserError for one that no run has made."""
     return read_facts("RESUME", folder / "meta.json", {"step": 0, "identity": {}})
-
-
-def start_file(path):
-    """Return the folder `final` of a run, its unrounded weights, or another path as it is."""
-    final = Path(path) / "final"
-    return str(final) if path and final.is_dir() else path
-
-
-def describe_start(settings, source, values):
-    """Return the lines of the log that say from which file INIT_FROM took the weights.
-
-    values: settings that an imported start has in place of the defaults.
-    """
-    text = f"start: {source}"
-    if Path(settings.init_from).is_dir() and Path(source).name == "model.upar":
-        text += ", rounded weights: the run is of an older version and has no folder `final`"
-    if values:
-        text += f"\nstart: the model was imported; its defaults are {name_values(values)}"
-    return text
-
-
-def is_imported(shape, tokenizer_file):
-    """Return whether a network came from a model of transformers, also in runs that began with it.
-
-    shape: fields of its GPTConfig. Imports before 2026-11-27 are known by their tokenizer alone.
-    """
-    return bool(shape.get("context")) or tokenizer_file == "imported.tiktoken"
-
-
-def reserve_for(weights):
-    """Return RESERVE_SECONDS that suffice to pack so many weights of an imported model."""
-    # Two threads of a CPU pack 5 million weights in a second.
-    return 5.0 + round(weights / 4e6)
 
 
 def stored_settings(given):
@@ -5024,15 +5054,13 @@ def score_table(columns, names):
 HANG_SECONDS = 120.0
 
 
-def imported_values(imported, weights, lora_rank):
-    """Return the settings that an imported start has in place of the defaults, {} for another start.
+def imported_defaults(lora_rank):
+    """Return the settings that an imported start has in place of the defaults; see imported_values.
 
     Its weights are a good model already: high rates ruin it in a few steps. So do averages with
     weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
     lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
     """
-    if not imported:
-        return {}
     rate, lora_rate = IMPORTED_RATES
     return {
         "learning_rate": lora_rate if lora_rank else rate,
@@ -5041,7 +5069,6 @@ def imported_values(imported, weights, lora_rank):
         "swa": False,
         "matrix_bits": 8,
         "artifact_bytes_max": 0,
-        "reserve_seconds": reserve_for(weights),
     }
 
 
@@ -5053,18 +5080,15 @@ def start_settings(given):
     values = stored_settings(given)
     if values or not given.get("INIT_FROM"):
         return values
-    stored = read_stored("INIT_FROM", start_file(given["INIT_FROM"]))
-    weights = sum(tensor.numel() for tensor in stored.tensors.values())
-    lora_rank = given.get("LORA_RANK", 0) != 0
-    imported = is_imported(stored.shape, stored.tokenizer.name)
-    return imported_values(imported, weights, lora_rank)
+    start = find_start(given["INIT_FROM"])
+    defaults = imported_defaults(given.get("LORA_RANK", 0) != 0)
+    return imported_values(start.config, start.tokenizer.name, defaults)
 
 
 def start_note(settings, network, tokenizer, source):
     """Return the lines of the log on INIT_FROM; see describe_start."""
-    weights = count_parameters(network)["total"]
-    imported = is_imported(vars(network.config), tokenizer.file)
-    values = imported_values(imported, weights, settings.lora_rank)
+    defaults = imported_defaults(settings.lora_rank)
+    values = imported_values(network.config, tokenizer.file, defaults)
     return describe_start(settings, source, values)
 
 
@@ -5075,7 +5099,7 @@ def load_start(settings):
     """
     if settings.lora_rank and settings.qat:
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
-    network, tokenizer, source = load_model("INIT_FROM", start_file(settings.init_from))
+    network, tokenizer, source = load_stored(find_start(settings.init_from))
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
     return network, tokenizer, source

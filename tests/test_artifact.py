@@ -389,7 +389,9 @@ def test_same_input_same_bytes_and_nothing_else_is_changed(tmp_path, small):
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path, name, value):
     tensor = torch.full((20, 20), value)
-    with pytest.raises(ValueError, match=rf"^tensor some\.{name}: must be finite as it is stored$"):
+    with pytest.raises(
+        script.ArtifactError, match=rf"^tensor some\.{name}: must be finite as it is stored$"
+    ):
         write(tmp_path / "a.bin", {"fine": torch.ones(3), f"some.{name}": tensor})
 
 
@@ -450,9 +452,9 @@ LIES = [
     (UP, dict(length=1 << 70), "OverflowError"),
     (UP, dict(dtype="|i1"), ""),
     (UP, dict(dtype="<f2"), "'blocks.0.w_up': codes have a scale"),
-    (UP, dict(scale="a"), "'blocks.0.w_up' has a scale or bits that are none"),
+    (UP, dict(scale="a"), "'blocks.0.w_up' has scale='a': must be of type float"),
     (UP, dict(scale=7e4), "'blocks.0.w_up' has a scale that is not finite"),
-    (UP, dict(bits="six"), "'blocks.0.w_up' has a scale or bits that are none"),
+    (UP, dict(bits="six"), "'blocks.0.w_up' has bits='six': must be of type int"),
     ("blocks.0.repeated_embed", dict(shape=[24, 63]), "'blocks.0.repeated_embed' is longer"),
     ("blocks.0.repeated_embed", dict(shape=[24, 65]), "RuntimeError"),
     ("blocks.0.norm", dict(dtype="<f4"), "RuntimeError"),

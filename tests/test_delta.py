@@ -513,7 +513,7 @@ MISTAKES = [
     ("apply {base} {artifact} {new}", {}, "{artifact}: is no delta"),
     ("apply {delta} {delta} {new}", {}, "{delta}: is no underpar artifact"),
     ("apply {base} {damaged} {new}", {}, "{damaged}: damaged: the SHA-256 is wrong"),
-    ("apply {base} {missing} {new}", {}, "{missing}: [Errno 2] No such file"),
+    ("apply {base} {missing} {new}", {}, "{missing}: no such file"),
     ("bitdelta {base} {wide} {new}", {}, "tensor 'blocks.0.mlp.w_up': [64, 32] in "),
     ("deltaquant {base} {nan} {new}", {}, "tensor 'mixers.1.w_o': its weights are not finite"),
     ("bitdelta {nan} {tuned} {new}", {}, "tensor 'mixers.1.w_o': its weights are not finite"),

@@ -55,6 +55,7 @@ ORDER = (
     "rebuild",
     "stored",
     "weights",
+    "starts",
     "evaluation",
     "checkpoint",
     "generation",
