@@ -4567,8 +4567,9 @@ class Run(Saved):
         self.ended = (
             ""  # why training has ended: "iterations", "clock", "replay", "target" or "signal"
         )
-        files = [__file__, *filter(None, [settings.config])]
-        self.code_bytes = sum(map(os.path.getsize, files))
+        self.code_bytes = os.path.getsize(__file__)
+        if settings.config:
+            self.code_bytes += os.path.getsize(settings.config)
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None.
@@ -4576,9 +4577,9 @@ class Run(Saved):
         Raises UserError, with nothing made but perhaps an empty folder.
         """
         checkpoint = None
-        faults = []
         if self.runtime.rank == 0:
             run_id = self.settings.run_id
+            faults = []
             if self.settings.resume:
                 checkpoint, faults = newest_checkpoint(self.folder)
             elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
@@ -4673,11 +4674,7 @@ class Run(Saved):
                 f"RESUME: {folder} is no checkpoint of this run: {fault:.300}"
             ) from None
         self.saved_step = self.step
-        changed = {
-            name: value
-            for name, value in asdict(self.settings).items()
-            if value != meta["settings"].get(name) and name not in ("resume", "run_id", "out_dir")
-        }
+        changed = changed_settings(self.settings, meta["settings"])
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
     def end_training(self):
@@ -4748,6 +4745,15 @@ class Run(Saved):
         for fault in faults:
             self.log(f"error: {fault}; everything was saved", sys.stderr)
         return 1 if faults else 0
+
+
+def changed_settings(settings, before):
+    """Return the settings of a resumed run that differ from those before, but for its name."""
+    return {
+        name: value
+        for name, value in asdict(settings).items()
+        if value != before[name] and name not in ("resume", "run_id", "out_dir")
+    }
 
 
 def write_header(run):
@@ -4822,16 +4828,15 @@ def result_faults(run, result):
 
 def bad_scores(result):
     """Return the names of a result's scores that are not finite; of a mean with an interval, the mean."""
-    names = []
-    for name in ("val_loss", "val_bpb", "before", "after", "packed"):
-        scores = result.get(name, {})
-        if not isinstance(scores, dict):
-            scores = {"": scores}
-        for part, value in scores.items():
-            mean = value[0] if isinstance(value, list) else value
-            if isinstance(mean, float) and not math.isfinite(mean):
-                names.append(f"{name} {part}".strip())
-    return names
+    scores = {name: result.get(name) for name in ("val_loss", "val_bpb")}
+    for group in ("before", "after", "packed"):
+        for name, value in result.get(group, {}).items():
+            scores[f"{group} {name}"] = value[0] if isinstance(value, list) else value
+    return [
+        name
+        for name, value in scores.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
 
 
 def write_final(run, tensors, weights, tokenizer):

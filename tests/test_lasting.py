@@ -717,6 +717,23 @@ def test_a_bad_start_is_not_called_good(place):
     assert child.err.endswith(f"not finite, {start}")
 
 
+@pytest.mark.parametrize(
+    ("fault", "code", "line"),
+    [
+        ("raise T.UserError('wrong')", 2, "error: wrong"),
+        ("raise T.torch.OutOfMemoryError('much')", 1, "error: much"),
+        ("{}['bug']", 1, "KeyError: 'bug'\n"),
+    ],
+    ids=["user", "memory", "bug"],
+)
+def test_an_error_that_ends_a_run_stands_in_its_log(place, fault, code, line):
+    out = f"fault {code}{line[:5]}"
+    child = place.begin(out, at(3, fault), ITERATIONS=8)
+    assert child.wait() == code and child.err.endswith(f"{line}\n")
+    assert place.log(out).endswith(child.err)
+    assert ("Traceback" in child.err) == ("bug" in line)
+
+
 def test_a_clock_that_ends_a_run_before_its_steps_says_so(place):
     """On a slow machine: a step takes 8.5 s of a clock of 150 s."""
     slow = TICKS + "inner = T.forward_backward\n"

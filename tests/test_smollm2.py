@@ -232,9 +232,7 @@ def test_ten_steps_of_adapters_improve_held_out_rows(imported_smollm2, tmp_path)
     chosen = dict(learning_rate=2e-4, qat=False, ema=False, swa=False, artifact_bytes_max=0)
     chosen |= dict(matrix_bits=8, reserve_seconds=39.0)
     assert {name: result["settings"][name] for name in chosen} == chosen
-    assert (
-        "start: the model was imported, so these settings, where they are not given, are: " in log
-    )
+    assert "start: the model was imported; its defaults are learning_rate:0.0002 " in log
     assert "\n* LEARNING_RATE=0.0002\n" in log
     before, after, packed = (result[name]["loss"][0] for name in ("before", "after", "packed"))
     assert after < before - 0.1 and packed < before - 0.1 and abs(packed - after) < 0.05
