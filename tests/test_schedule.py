@@ -356,6 +356,8 @@ def test_progress_counts_the_step_on_its_way_and_the_coming_one(now):
     assert clock.progress(4) == pytest.approx(0.18)
     clock.previous_report()
     assert clock.progress(5) == pytest.approx(0.18)
+    clock.seconds = [*range(20), *range(24, 48, 5)]  # five of the last nine steps take 5 s
+    assert clock.median_step() == 5.0
 
 
 def test_ema_and_swa_closed_forms():
