@@ -93,12 +93,11 @@ def test_fake_quantization_and_muon():
         network = make(script, settings, dtype)
         before = {name: param.detach().clone() for name, param in network.named_parameters()}
         runtime = script.Runtime(0, 1, torch.device("cpu"), False)
-        rates = dict.fromkeys(("matrix", "embedding", "head", "control"), (0.01, 0.0))
-        optimizers = script.Optimizers(network, "muon", rates, runtime)
+        optimizers = script.make_optimizers(network, settings, script.HEAD_LR, runtime)
         with script.quantized(network, script.quant_table(settings)):
             network(*batch()).mean().backward()
-        _, (skip,) = optimizers.reduce_gradients(runtime, 0.3, torch.zeros(1))
-        optimizers.step(1.0, skip.bool())
+        norm, _ = script.reduce_gradients(network.parameters(), runtime, 0.3, torch.zeros(1))
+        script.step_optimizers(optimizers, 1.0, norm.isfinite())
         moved.append({name: param - before[name] for name, param in network.named_parameters()})
     for name, want in moved[0].items():
         if name.split(".")[-1].startswith("w_"):

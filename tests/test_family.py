@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from common import pretraining_rates
 from test_model import config
 
 import train_gpt as T
@@ -358,11 +357,11 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
         SETTINGS, optimizer=kind, **{**values, "matrix_lr": values["matrix_lr"] / 4}
     )
     start = network("swiglu", torch.float32).state_dict()
-    losses, good = {}, torch.tensor(False)
+    losses, good = {}, torch.tensor(True)
     for name, run in (("eager", net), ("compiled", model)):
         net.load_state_dict(start)
         alone = T.Runtime(0, 1, torch.device("cpu"), False)
-        optimizers = T.Optimizers(net, kind, pretraining_rates(settings), alone)
+        optimizers = T.make_optimizers(net, settings, T.HEAD_LR, alone)
         table = {"matrix": quantizer(6, 12.85), "embedding": quantizer(8, 20.0)}
         losses[name] = []
         for step in range(6):
@@ -370,7 +369,7 @@ def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
             with T.quantized(net, table) if step >= 4 else contextlib.nullcontext():
                 loss = run(ids, ids.roll(-1, 1)).mean()
                 loss.backward()
-            optimizers.step(1.0, good, 0.9)
+            T.step_optimizers(optimizers, 1.0, good)
             net.zero_grad(set_to_none=False)
             losses[name].append(loss.item())
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=2e-3)

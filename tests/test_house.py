@@ -422,8 +422,6 @@ def test_a_setting_is_the_same_line_in_every_script():
     different = []
     for name in NAMES:
         for field, line in settings_fields(text_of(name)).items():
-            # Only SFT and DPO have the section adamw8bit, and so this choice of `optimizer`.
-            line = (line[0].replace(", 'adamw8bit'", ""), *line[1:])
             origin, expected = first.setdefault(field, (name, line))
             if line != expected:
                 different.append(f"{field}: {name} has {line}, {origin} has {expected}")

@@ -78,7 +78,9 @@ def test_counted_bytes_are_those_that_a_run_allocates(model, script, given):
         counted = memory.count(module, config, settings, 192, torch.float32)
 
     network = memory.make_network(module, config, settings, torch.float32)
-    optimizers = module.policy_optimizers(network, settings, module.Runtime(*ALONE))
+    params = module.trained_parameters(network)
+    optimizers = module.make_optimizers(params, settings, module.Runtime(*ALONE))
+    parts = module.OptimizerState(optimizers, params)
     length = memory.row_length(settings, 192)
 
     def step():
@@ -86,7 +88,7 @@ def test_counted_bytes_are_those_that_a_run_allocates(model, script, given):
 
     step()
     trained = [param for param in network.parameters() if param.requires_grad]
-    state = [w for tensors in optimizers.state_dict().values() for w in tensors.values()]
+    state = [w for tensors in parts.state_dict().values() for w in tensors.values()]
     weights = [*network.parameters(), *network.buffers()]
     averages = [module.Average(trained) for name in ("ema", "swa") if getattr(settings, name)]
     for average in averages:

@@ -1,20 +1,14 @@
-"""Every optimizer against formulas and torch's own, groups, masked steps, state, splits; ranks."""
-
-from pathlib import Path
+"""Every optimizer against formulas, groups, steps that are not finite, state, splits."""
 
 import pytest
 import torch
-from common import pretraining_rates
 from torch import nn
 
-import train_gpt as G
-import train_sft as T  # which has the section adamw8bit, too
+import train_gpt as T
+import train_sft
 
-ROOT = Path(__file__).resolve().parent.parent
 ALONE = T.Runtime(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
-GOOD, BAD = torch.tensor(False), torch.tensor(True)
-KINDS = ("muon", "lion", "adamw", "adamw8bit")
-MUON = dict(runtime=ALONE, dtype=None)  # options of its group
+KINDS = ("muon", "lion", "adamw", "adafactor", "adamw8bit")
 
 
 def by_singular_values(G, steps):
@@ -47,7 +41,7 @@ def test_five_steps_are_nearly_orthogonal():
 
 
 def group(*params, lr=0.1, weight_decay=0.3, **more):
-    """One parameter group, as Optimizers makes them."""
+    """One parameter group, as a step finds it."""
     return [
         dict(
             params=list(params),
@@ -66,7 +60,7 @@ def test_muons_products_are_in_the_dtype_of_its_group():
     for dtype in (None, torch.bfloat16):
         param = nn.Parameter(torch.zeros(16, 8))
         param.grad = grad.clone()
-        T.Muon(group(param), {**MUON, "dtype": dtype}).step(GOOD)
+        T.Muon(group(param), ALONE, dtype).step()
         found[dtype] = param.detach()
         update = 0.19 * grad  # Nesterov from a buffer of zeros: 0.1 g + 0.9 * 0.1 g
         update = T.orthogonalize(update[None].to(dtype or torch.float32))[0].float()
@@ -79,12 +73,12 @@ def test_muons_products_are_in_the_dtype_of_its_group():
 def test_muon_against_the_formula_over_50_steps(shape):
     torch.manual_seed(1)
     param = nn.Parameter(torch.randn(shape, dtype=torch.float64))
-    muon = T.Muon(group(param), MUON)
+    muon = T.Muon(group(param), ALONE)
     weight, buffer = param.detach().clone(), torch.zeros(shape, dtype=torch.float64)
     for _ in range(50):
         grad = torch.randn(shape, dtype=torch.float64)
         param.grad = grad.clone()
-        muon.step(GOOD)
+        muon.step()
         buffer = 0.9 * buffer + 0.1 * grad
         update = by_singular_values(0.1 * grad + 0.9 * buffer, 5)
         weight = 0.97 * weight - 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * update
@@ -94,12 +88,12 @@ def test_muon_against_the_formula_over_50_steps(shape):
 def test_lion_against_the_formula_over_50_steps():
     torch.manual_seed(3)
     param = nn.Parameter(torch.randn(40, 7, dtype=torch.float64))
-    lion = T.Lion(group(param), {})
+    lion = T.Lion(group(param))
     weight, m = param.detach().clone(), torch.zeros(40, 7, dtype=torch.float64)
     for _ in range(50):
         grad = torch.randn(40, 7, dtype=torch.float64)
         param.grad = grad.clone()
-        lion.step(GOOD)
+        lion.step()
         weight = 0.97 * weight - 0.1 * torch.sign(0.9 * m + (1 - 0.9) * grad)
         m = 0.99 * m + (1 - 0.99) * grad
     assert (param - weight).abs().max() < 1e-12
@@ -132,10 +126,10 @@ def test_8_bit_adamw_stays_beside_adamw(betas, monkeypatch):
     start = torch.randn(70, 90)  # 6,300 weights: the last block is not whole
     param = nn.Parameter(start.clone())
     grads = uneven(50, 70, 90)
-    eight = T.AdamW8bit(group(param, lr=0.01), {})
+    eight = T.AdamW8bit(group(param, lr=0.01))
     for grad in grads:
         param.grad = grad.clone()
-        eight.step(GOOD)
+        eight.step()
     exact = adamw(start, grads, 0.01, 0.3, betas)
     assert (param - exact).norm() < 0.05 * (exact - start).norm()
     ratio, _ = eight.state[param]["codes"].float() * eight.state[param]["scales"]
@@ -150,221 +144,204 @@ def test_splits_are_orthogonalized_by_themselves():
     whole = nn.Parameter(torch.randn(32, 8))
     whole.splits = (8, 16, 8)
     parts = [nn.Parameter(part.detach().clone()) for part in whole.split([8, 16, 8])]
-    one, many = T.Muon(group(whole), MUON), T.Muon(group(*parts), MUON)
+    one, many = T.Muon(group(whole), ALONE), T.Muon(group(*parts), ALONE)
     for _ in range(3):
         whole.grad = torch.randn(32, 8)
         for part, grad in zip(parts, whole.grad.split([8, 16, 8]), strict=True):
             part.grad = grad.clone()
-        one.step(GOOD)
-        many.step(GOOD)
+        one.step()
+        many.step()
     assert (whole - torch.cat(parts)).abs().max() < 1e-6
 
 
 class Bare(nn.Module):
-    """One parameter of every group, in float64, some at zero."""
+    """One parameter of every class, some at zero."""
+
+    dtype = None  # as a GPT's
 
     def __init__(self):
         super().__init__()
-        self.dtype = None  # as a GPT's
         torch.manual_seed(5)
-        self.embed = nn.Parameter(torch.randn(256, 32).double() * 0.005)
-        self.ngram_embed = nn.Parameter(torch.randn(64, 32).double() * 0.005)
-        self.head = nn.Parameter(torch.randn(256, 32).double() * 0.1)
-        self.w_qkv = nn.Parameter(torch.randn(64, 32).double() * 0.1)
-        self.w_down = nn.Parameter(torch.zeros(64, 96).double())
-        self.ab = nn.Parameter(torch.randn(16, 32).double())
-        self.norm = nn.Parameter(torch.ones(32).double())
+        self.embed = nn.Parameter(torch.randn(256, 32) * 0.005)
+        self.ngram_embed = nn.Parameter(torch.randn(64, 32) * 0.005)
+        self.head = nn.Parameter(torch.randn(256, 32) * 0.1)
+        self.w_qkv = nn.Parameter(torch.randn(64, 32) * 0.1)
+        self.w_down = nn.Parameter(torch.zeros(64, 96))
+        self.ab = nn.Parameter(torch.randn(16, 32))
+        self.norm = nn.Parameter(torch.ones(32))
 
 
-RATES = {
-    "matrix": (0.003, 0.5),
-    "embedding": (0.01, 0.25),
-    "head": (0.008, 0.25),
-    "control": (0.02, 0.0),
-}
-GROUPS = (
-    (("w_qkv", "w_down"), 0.003, 0.5),
-    (("embed", "ngram_embed"), 0.01, 0.25),
-    (("head",), 0.008, 0.25),
-    (("ab", "norm"), 0.02, 0.0),
-)
+class Training:
+    """A Bare network with the optimizers of train_gpt.py."""
+
+    def __init__(self, kind):
+        rates = dict(matrix_lr=0.003, muon_wd=0.5, tied_embed_lr=0.01, scalar_lr=0.02)
+        self.network = Bare()
+        settings = T.Settings(optimizer=kind, **rates)
+        self.optimizers = T.make_optimizers(self.network, settings, 0.008, ALONE)
+        self.params = dict(self.network.named_parameters())
+        self.part = T.OptimizerState(self.optimizers, self.params)
+
+    def step(self, seed, finite=True, fill=None, multiplier=1.0):
+        """Take a step on random gradients, or on ones of `fill`."""
+        torch.manual_seed(seed)
+        for param in self.params.values():
+            param.grad = torch.randn_like(param) if fill is None else torch.full_like(param, fill)
+        T.step_optimizers(self.optimizers, multiplier, torch.tensor(finite))
+
+    def weights(self):
+        return [param.detach().clone() for param in self.params.values()]
+
+    def states(self):
+        """The tensors of all states, in one order."""
+        return [value.clone() for one in self.part.state_dict().values() for value in one.values()]
 
 
-def owner_of(optimizers, param):
-    """(class, learning rate, decay) of the one group that holds `param`."""
-    found = [
-        (type(opt), round(float(g["lr"]), 6), g["weight_decay"])
-        for opt in optimizers.all
-        for g in opt.param_groups
-        if any(p is param for p in g["params"])
-    ]
-    assert len(found) == 1
-    return found[0]
+def equal(ones, others):
+    pairs = zip(ones, others, strict=True)
+    return [torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs]
+
+
+def owners(optimizers):
+    """Parameter -> (class, learning rate, decay) of its group."""
+    return {
+        param: (type(optimizer), group["lr"], group["weight_decay"])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_is_in_its_group(kind):
+    adamw = torch.optim.AdamW
     named = {
         "muon": T.Muon,
         "lion": T.Lion,
+        "adamw": adamw,
+        "adafactor": torch.optim.Adafactor,
         "adamw8bit": T.AdamW8bit,
-        "adamw": torch.optim.AdamW,
     }[kind]
-    net = Bare()
-    optimizers = T.Optimizers(net, kind, RATES, ALONE)
-    for names, lr, decay in GROUPS:
-        for name in names:
-            other = "ab" in names or (kind == "muon" and "w_qkv" not in names)
-            expected = (torch.optim.AdamW if other else named, lr, decay)
-            assert owner_of(optimizers, getattr(net, name)) == expected, name
-    assert optimizers.params == {param: name for name, param in net.named_parameters()}
-    assert optimizers.all[-1].param_groups[0]["betas"] == (0.9, 0.99)
+    tables = adamw if kind == "muon" else named
+    training = Training(kind)
+    found = owners(training.optimizers)
+    assert {name: found[param] for name, param in training.params.items()} == {
+        "embed": (tables, 0.01, 0.0),
+        "ngram_embed": (tables, 0.01, 0.0),
+        "head": (tables, 0.008, 0.0),
+        "w_qkv": (named, 0.003, 0.5),
+        "w_down": (named, 0.003, 0.5),
+        "ab": (adamw, 0.02, 0.0),
+        "norm": (adamw, 0.02, 0.0),
+    }
+    controls = training.optimizers[1].param_groups[-1]
+    assert (controls["betas"], controls["eps"], controls["fused"]) == ((0.9, 0.99), 1e-8, True)
+    assert {"muon", *T.OPTIMIZERS} == T.OPTIMIZER_PRESETS.keys() == set(KINDS)
+
+
+def test_a_parameter_in_no_group_or_in_two_is_found():
+    training = Training("lion")
+    for params in (
+        {**training.params, "new": nn.Parameter(torch.ones(3))},
+        {**training.params, "again": training.network.embed},
+        {"norm": training.network.norm},
+    ):
+        with pytest.raises(AssertionError):
+            T.OptimizerState(training.optimizers, params)
 
 
 def test_the_models_parameters_are_in_their_groups():
-    cfg = G.Settings(model_dim=32, num_heads=2, num_kv_heads=1, layer_pattern="g s1 g s1")
-    net = T.GPT(T.GPTConfig(**vars(G.model_config(cfg, 64, 1))))
-    optimizers = T.Optimizers(net, "muon", pretraining_rates(cfg), ALONE)
+    cfg = T.Settings(model_dim=32, num_heads=2, num_kv_heads=1, layer_pattern="g s1 g s1")
+    net = T.GPT(T.model_config(cfg, 64, 1))
+    found = owners(T.make_optimizers(net, cfg, 0.004, ALONE))
     for name, param in net.named_parameters():
         last = name.rsplit(".", 1)[-1]
         expected = (T.Muon, 0.02, 0.04) if last.startswith("w_") else (torch.optim.AdamW, 0.02, 0.0)
-        assert owner_of(optimizers, param) == (
-            (torch.optim.AdamW, 0.03, 0.0) if name == "embed" else expected
-        ), name
+        assert found[param] == ((torch.optim.AdamW, 0.03, 0.0) if name == "embed" else expected)
     assert net.mixers[0].w_qkvg.splits == (32,) * 4
     assert net.mixers[1].w_qkv.splits == (32, 16, 16)
 
 
-def follow(kind, references):
-    """Largest difference after 50 steps between Optimizers and `references`: names -> optimizer of
-    a second network.
-    """
-    ours, theirs = Bare(), Bare()
-    optimizers = T.Optimizers(ours, kind, RATES, ALONE)
-    made = [
-        make([getattr(theirs, name) for name in names], torch.tensor(lr).item(), decay)
-        for names, lr, decay in GROUPS
-        for make in [references.get(names, references.get("all"))]
-    ]
-    for _ in range(50):
-        for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            param.grad = torch.randn_like(param) * 1e-3
-            other.grad = param.grad.clone()
-        optimizers.step(1.0, GOOD, 0.9)
-        for optimizer in made:
-            optimizer.step()
-    return max(
-        (a - b).abs().max().item()
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
-    )
-
-
-def torch_adamw(params, lr, decay):
-    return torch.optim.AdamW(
-        params, lr=lr, weight_decay=decay, betas=(0.9, 0.99), eps=1e-8, foreach=False
-    )
-
-
-def test_adamw_is_torchs_over_50_steps():
-    assert follow("adamw", {"all": torch_adamw}) < 1e-12
-
-
-def random_step(optimizers, seed, bad=GOOD, fill=None):
-    torch.manual_seed(seed)
-    for param in optimizers.params:
-        param.grad = torch.randn_like(param) if fill is None else torch.full_like(param, fill)
-    optimizers.step(1.0, bad, 0.9)
-
-
-def everything(optimizers):
-    """All parameters and the tensors of their states, in one order."""
-    states = [optimizers.state.get(param, {}) for param in optimizers.params]
-    return [*optimizers.params, *(value for state in states for value in state.values())]
+@pytest.mark.parametrize("kind", KINDS)
+def test_fine_tuning_has_one_rate_and_decays_all_but_controls(kind):
+    net = Bare()
+    settings = train_sft.Settings(optimizer=kind, learning_rate=0.01, weight_decay=0.1)
+    params = train_sft.trained_parameters(net)
+    found = owners(train_sft.make_optimizers(params, settings, ALONE))
+    assert {net.ab, net.norm} == {param for param, (_, _, decay) in found.items() if decay == 0.0}
+    assert {lr for _, lr, _ in found.values()} == {0.01}
+    assert len(found) == len(params)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fill", [float("nan"), 1.0])
-def test_a_bad_step_changes_nothing_and_a_good_one_everything(kind, fill):
-    net = Bare().float()
-    optimizers = T.Optimizers(net, kind, RATES, ALONE)
-    for seed in range(3):
-        random_step(optimizers, seed)
-    before = [value.clone() for value in everything(optimizers)]
-    random_step(optimizers, 3, BAD, fill)
-    after = everything(optimizers)
-    assert len(before) == len(after) > len(optimizers.params)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after, strict=True))
-    random_step(optimizers, 4)
-    assert all(not torch.equal(a, b) for a, b in zip(before, everything(optimizers), strict=True))
+@pytest.mark.parametrize("fill", [float("nan"), float("inf"), 1.0])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_step_that_is_not_finite_moves_no_weight_and_leaves_the_state_finite(kind, fill, first):
+    training = Training(kind)
+    for seed in range(0 if first else 3):
+        training.step(seed)
+    before = training.weights()
+    training.step(3, finite=False, fill=fill)
+    assert all(equal(before, training.weights()))
+    assert training.states() and all(value.isfinite().all() for value in training.states())
+    training.step(4)
+    assert not any(equal(before, training.weights()))
+    assert all(weight.isfinite().all() for weight in training.weights())
 
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_after_a_saved_state_are_those_of_a_run_without_a_break(kind, used, tmp_path):
-    net = Bare().float()
-    whole = T.Optimizers(net, kind, RATES, ALONE)
+    whole = Training(kind)
     for seed in range(5):
-        random_step(whole, seed)
-    torch.save(
-        {"network": net.state_dict(), "optimizers": whole.state_dict()}, tmp_path / "five.pt"
-    )
+        whole.step(seed)
+    parts = {"network": whole.network.state_dict(), "optimizers": whole.part.state_dict()}
+    torch.save(parts, tmp_path / "five.pt")
     for seed in range(5, 10):
-        random_step(whole, seed)
+        whole.step(seed)
     saved = torch.load(tmp_path / "five.pt", weights_only=True)
-    assert set(saved["optimizers"]) == {name for name, _ in net.named_parameters()}
-    fresh = Bare().float()
-    resumed = T.Optimizers(fresh, kind, RATES, ALONE)
+    assert set(saved["optimizers"]) == set(whole.params)
+    resumed = Training(kind)
     if used:  # has weights and a state of its own, which are replaced
-        random_step(resumed, 99)
-    fresh.load_state_dict(saved["network"])
-    resumed.load_state_dict(saved["optimizers"])
+        resumed.step(99)
+    resumed.network.load_state_dict(saved["network"])
+    resumed.part.load_state_dict(saved["optimizers"])
     for seed in range(5, 10):
-        random_step(resumed, seed)
-    for one, two in zip(everything(whole), everything(resumed), strict=True):
-        assert one.dtype == two.dtype and torch.equal(one, two)
-    assert state_bytes(whole) == state_bytes(resumed) > 0
+        resumed.step(seed)
+    assert all(equal(whole.weights(), resumed.weights()))
+    assert all(equal(whole.states(), resumed.states()))
 
 
-def state_bytes(optimizers):
-    return sum(value.nbytes for own in optimizers.state_dict().values() for value in own.values())
+def test_a_state_that_was_changed_is_refused():
+    training = Training("lion")
+    training.step(0)
+    saved = training.part.state_dict()
+    with pytest.raises(ValueError, match="^the optimizer's state of head was changed$"):
+        training.part.load_state_dict({**saved, "head": {"momentum_buffer": [1.0]}})
+    del saved["head"]
+    with pytest.raises(KeyError, match="head"):
+        training.part.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_multiplier_scales_every_rate_and_zero_moves_nothing(kind):
-    optimizers = T.Optimizers(Bare().float(), kind, RATES, ALONE)
-    for param in optimizers.params:
-        param.grad = torch.randn_like(param)
-    before = [param.detach().clone() for param in optimizers.params]
-    optimizers.step(0.0, GOOD, 0.9)
-    assert all(torch.equal(a, b) for a, b in zip(before, optimizers.params, strict=True))
-    optimizers.step(0.25, GOOD, 0.9)
-    rates = {round(float(group["lr"]), 6) for opt in optimizers.all for group in opt.param_groups}
+    training = Training(kind)
+    before = training.weights()
+    training.step(0, multiplier=0.0)
+    assert all(equal(before, training.weights()))
+    training.step(1, multiplier=0.25)
+    rates = {round(lr.item(), 6) for _, lr, _ in owners(training.optimizers).values()}
     assert rates == {0.25 * 0.003, 0.25 * 0.01, 0.25 * 0.008, 0.25 * 0.02}
-    assert all(not torch.equal(a, b) for a, b in zip(before, optimizers.params, strict=True))
-
-
-def test_the_momentum_of_the_schedule_is_muons():
-    optimizers = T.Optimizers(Bare().float(), "muon", RATES, ALONE)
-    for param in optimizers.params:
-        param.grad = torch.ones_like(param)
-    optimizers.step(1.0, GOOD, 0.875)
-    buffers = [
-        state["momentum_buffer"]
-        for state in optimizers.state.values()
-        if "momentum_buffer" in state
-    ]
-    assert len(buffers) == 2 and all((buffer == 0.125).all() for buffer in buffers)
+    assert not any(equal(before, training.weights()))
 
 
 def test_clipping_bounds_the_global_norm():
-    optimizers = T.Optimizers(Bare().float(), "muon", RATES, ALONE)
-    for param in optimizers.params:
+    params = list(Bare().parameters())
+    for param in params:
         param.grad = torch.randn_like(param)
-    expected = torch.cat([param.grad.flatten() for param in optimizers.params]).norm()
-    norm, extra = optimizers.reduce_gradients(ALONE, 0.1, torch.tensor([1.5, 0.0, 3.0]))
-    assert (norm.item(), extra.tolist()) == (
-        pytest.approx(expected.item(), rel=1e-5),
-        [1.5, 0.0, 3.0],
-    )
-    clipped = torch.cat([param.grad.flatten() for param in optimizers.params]).norm()
+    expected = torch.cat([param.grad.flatten() for param in params]).norm()
+    norm, extra = T.reduce_gradients(params, ALONE, 0.1, torch.tensor([1.5, 0.0, 3.0]))
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert extra.tolist() == [1.5, 0.0, 3.0]
+    clipped = torch.cat([param.grad.flatten() for param in params]).norm()
     assert clipped.item() == pytest.approx(0.1, rel=1e-4)

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from common import pretraining_rates
 
 import train_gpt as T
 from conftest import environment, load_tool
@@ -117,7 +116,7 @@ def test_bytes_are_those_of_artifacts(plan, steps, size, matrix, embedding):
     assert found["embedding"] == pytest.approx(embedding, rel=0.03)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "lion"])
+@pytest.mark.parametrize("optimizer", ["muon", "lion", "adamw8bit"])
 def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
     """State of a step of the real optimizer; weights, gradients, two averages and masters are 4
     bytes a parameter.
@@ -134,9 +133,12 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
     settings = T.load_settings(T.Settings, {name: str(value) for name, value in changes.items()})
     network = T.GPT(T.model_config(settings, 256, 1))
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-    optimizers = T.Optimizers(network, settings.optimizer, pretraining_rates(settings), runtime)
-    optimizers.step(0.0, torch.tensor(False), 0.9)
-    held = sum(tensor.nbytes for own in optimizers.state_dict().values() for tensor in own.values())
+    optimizers = T.make_optimizers(network, settings, T.HEAD_LR, runtime)
+    for param in network.parameters():
+        param.grad = torch.zeros_like(param)
+    T.step_optimizers(optimizers, 0.0, torch.tensor(True))
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    held = sum(tensor.nbytes for state in states for tensor in state.values())
     assert memory["optimizer"] == pytest.approx(held, rel=0.03)
     assert total - memory["optimizer"] == 5 * 4 * parts(found["parameters"])[0]
     _, without = parts(

@@ -437,7 +437,7 @@ def test_a_micro_batch_without_targets_adds_0_and_keeps_the_graph(kind):
     assert nats.sum().item() == 0 and nats.requires_grad
     nats.sum().backward()
     assert trainer.forward_backward(masked, [[0, 1, 2]], 5).tolist() == [0, 0, 0]
-    assert not any(param.grad.any() for param in trainer.optimizers.params)
+    assert not any(param.grad.any() for param in trainer.trained.values())
     both = trainer.forward_backward(masked + rows, [[0, 1, 2], [3, 4, 5]], 20)
     assert torch.equal(both, trainer.forward_backward(rows, [[0, 1, 2]], 20)) and both[0] > 0
 
@@ -646,7 +646,7 @@ def test_the_whole_gradient_by_finite_differences():
     student, teacher, rows = network(1), network(2, "a g a", 24), some_rows(4)
     for kind in ("jsd", "attention", "pool", "projection"):
         trainer = S.SFTTrainer(student, S.Settings(train_seq_len=64, kd_loss=kind), teacher)
-        params = trainer.optimizers.params
+        params = trainer.trained.values()
 
         def loss(trainer=trainer):
             return trainer.forward_backward(rows, windows_of(rows), 50)[0].item()
@@ -684,7 +684,7 @@ def test_a_compiled_forward_changes_nothing(monkeypatch):
         for step in range(3):
             rows = some_rows(14, step)
             sums = trainer.forward_backward(rows, windows_of(rows), targets_of(rows))
-            trainer.optimizers.step(1.0, torch.tensor(False), 0.95)
+            S.step_optimizers(trainer.optimizers, 1.0, torch.tensor(True))
             found[-1] += [sums[0].item(), trainer.score(rows)[:, 0].sum().item()]
         assert ("features" in vars(made)) == compiled
     assert found[0] == pytest.approx(found[1], rel=1e-9) and found[0][0] != found[0][2]

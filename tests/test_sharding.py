@@ -54,10 +54,11 @@ def begin_step(self, run, inner=T.Finetuner.begin_step):
     return inner(self, run)
 def finish(run, trainer, *rest, inner=T.finish):
     tensors = trainer.network.state_dict().values()
-    states = [value for state in trainer.optimizers.state.values() for value in state.values()]
+    states = trainer.optimizers[0].state.values()
+    states = [value for state in states for value in state.values()]
     held = dict(
         weights=bytes_of(map(T.rows_of, tensors)),
-        gradients=bytes_of(param.grad for param in trainer.optimizers.params),
+        gradients=bytes_of(param.grad for param in trainer.trained.values()),
         state=bytes_of(states),
         averages=bytes_of(value for one in trainer.averages.values() for value in one.values),
         whole_at_once=max(whole_at_once),
@@ -201,8 +202,9 @@ def test_a_sharded_run_leaves_what_any_run_leaves(place, one, two):
 def test_what_does_not_go_with_shards_is_one_line(place, pairs, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for module in (S, D):
-        line = "OPTIMIZER='muon': must be adamw, lion or adamw8bit with SHARD=1"
-        assert refusal(D.UserError, "", D.Settings, shard=True, optimizer="muon") == line
+        for kind in ("muon", "adafactor"):
+            line = f"OPTIMIZER='{kind}': must be adamw, lion or adamw8bit with SHARD=1"
+            assert refusal(D.UserError, "", D.Settings, shard=True, optimizer=kind) == line
         with pytest.raises(
             module.UserError, match="^SHARD=1: must be 0 with COMPILE=1 or a TEACHER$"
         ):
@@ -217,12 +219,13 @@ def test_what_does_not_go_with_shards_is_one_line(place, pairs, monkeypatch):
 
 def test_blocks_of_adamw8bit_are_not_shared(monkeypatch):
     monkeypatch.setattr(S.dist, "get_world_size", lambda: 4)
-    S.check_blocks([torch.zeros(8, 128), torch.zeros(264, 128)])
-    for shape in ((8, 64), (6, 256), (2, 512)):
+    fitting = {"w_up": torch.zeros(16, 64), "w_down": torch.zeros(264, 128), "norm": torch.zeros(3)}
+    S.check_blocks(fitting)
+    for shape in ((16, 32), (18, 256), (18, 512)):
         with pytest.raises(
             S.UserError, match=rf"4 ranks .* matrix {re.escape(str(shape))} equally"
         ):
-            S.check_blocks([torch.zeros(shape)])
+            S.check_blocks({"w_up": torch.zeros(shape)})
 
 
 @pytest.fixture

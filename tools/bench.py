@@ -38,7 +38,6 @@ from common import (
     SCRIPT,
     add_run_options,
     load_script,
-    pretraining_rates,
     publish,
     run_command,
     run_script,
@@ -300,15 +299,13 @@ def muon_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, di
         presets = {"ARCH_MODE": script.ARCH_PRESETS}
         settings = script.load_settings(script.Settings, environ, presets=presets)
         network = script.GPT(script.model_config(settings, 1024, 1)).to(device)
-        rates = pretraining_rates(settings)
-        muon = script.Optimizers(network, settings.optimizer, rates, runtime).all[0]
-        muon.param_groups[0]["momentum"] = script.MUON_MOMENTUM
+        muon = script.make_optimizers(network, settings, script.HEAD_LR, runtime)[0]
         # One of our parameters may hold several matrices; torch's Muon needs them one by one.
         matrices = []
         copies = []
         for param in muon.param_groups[0]["params"]:
             torch.nn.init.zeros_(param)
-            param.grad.normal_()
+            param.grad = torch.randn_like(param)
             splits = getattr(param, "splits", (len(param),))
             for grad in param.grad.split(splits):
                 copies.append(torch.nn.Parameter(torch.zeros_like(grad)))
@@ -321,14 +318,13 @@ def muon_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, di
             weight_decay=settings.muon_wd,
             ns_steps=script.NEWTON_SCHULZ_STEPS,
         )
-        skip = torch.tensor(False, device=device)
 
         def step(run: Callable, results: list) -> list[torch.Tensor]:
             run()
             return results
 
         ways = {
-            "Muon": functools.partial(step, functools.partial(muon.step, skip), matrices),
+            "Muon": functools.partial(step, muon.step, matrices),
             "torch.optim.Muon, bfloat16": functools.partial(step, torch_muon.step, copies),
         }
         yield "Muon, a step", f"{name}, {len(copies)} matrices", ways

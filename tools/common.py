@@ -370,17 +370,3 @@ def run_command(parser: argparse.ArgumentParser) -> None:
     failures = args.run(args) or []
     sys.stderr.writelines(f"failed: {failure}\n" for failure in failures)
     sys.exit(1 if failures else 0)
-
-
-def pretraining_rates(settings) -> dict[str, tuple[float, float]]:
-    """Return what train_gpt.py's main gives each class: learning rate and weight decay.
-
-    Its head has another rate under Lion, and it has no adapters.
-    """
-    return {
-        "matrix": (settings.matrix_lr, settings.muon_wd),
-        "embedding": (settings.tied_embed_lr, 0.0),
-        "head": (0.004, 0.0),
-        "control": (settings.scalar_lr, 0.0),
-        "adapter": (settings.matrix_lr, settings.muon_wd),
-    }

@@ -26,7 +26,6 @@ from common import (
     ROOT,
     SCRIPT,
     load_script,
-    pretraining_rates,
     publish,
     run_script,
     short_run,
@@ -106,7 +105,7 @@ def training_step(suite: Suite, model: Callable, optimizers: object, shape: tupl
     """Return a function that takes a step on random ids (rows, length), and its three marks."""
     ids, targets = (torch.randint(2, 1024, shape, device=suite.device) for _ in range(2))
     borders = suite.script.document_borders(ids.cpu(), 1, torch.device(suite.device))
-    skip = torch.tensor(False, device=suite.device)
+    finite = torch.tensor(True, device=suite.device)
 
     def step():
         marks = [bench.mark(suite.cuda)]
@@ -114,8 +113,8 @@ def training_step(suite: Suite, model: Callable, optimizers: object, shape: tupl
         marks.append(bench.mark(suite.cuda))
         loss.backward()
         marks.append(bench.mark(suite.cuda))
-        optimizers.step(0.0, skip)
-        torch._foreach_zero_([param.grad for param in optimizers.params])
+        suite.script.step_optimizers(optimizers, 0.0, finite)
+        model.zero_grad()
         marks.append(bench.mark(suite.cuda))
         return marks
 
@@ -158,8 +157,7 @@ def steps_part(suite: Suite, name: str, compiled: bool, forms: dict | None = Non
     flops = bench.flops_per_token(network, settings.train_seq_len).total()
     network.to(suite.device)
     script.FAST.update(forms or {})
-    rates = pretraining_rates(settings)
-    optimizers = script.Optimizers(network, settings.optimizer, rates, suite.runtime)
+    optimizers = script.make_optimizers(network, settings, script.HEAD_LR, suite.runtime)
     model = torch.compile(network, dynamic=False, fullgraph=True) if compiled else network
     if suite.cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -29,6 +29,8 @@ STATE_BYTES = {
     "muon": (4, 8),
     "lion": (4, 4),
     "adamw": (8, 8),
+    "adafactor": (0, 0),  # a number a row and a column
+    "adamw8bit": (2, 2),
 }
 
 

@@ -44,7 +44,6 @@ ORDER = (
     "kernels",
     "lora",
     "optimizer",
-    "adamw8bit",
     "schedule",
     "quantization",
     "qat",

@@ -58,10 +58,12 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 def step_bytes(network: nn.Module, settings, script: ModuleType) -> dict[str, int]:
     """Return the bytes by part of what one network holds after a step."""
     runtime = script.Runtime(0, 1, torch.device("cpu"), False)
-    optimizers = script.policy_optimizers(network, settings, runtime)
-    optimizers.step(0.0, torch.tensor(False))
+    trained = script.trained_parameters(network)
+    optimizers = script.make_optimizers(trained, settings, runtime)
+    state = script.OptimizerState(optimizers, trained)
+    script.step_optimizers(optimizers, 0.0, torch.tensor(True))
     params = [*network.parameters()]
-    states = [nbytes(state.values()) for state in optimizers.state_dict().values()]
+    states = [nbytes(tensors.values()) for tensors in state.state_dict().values()]
     return {
         "weights": nbytes(params) + nbytes(network.buffers()),
         "gradients": nbytes(param.grad for param in params if param.grad is not None),

@@ -252,6 +252,7 @@ def row_length(settings, prompt: int) -> int:
 
 def train(script: ModuleType, network: nn.Module, optimizers, settings, length: int) -> None:
     """Take a step of one micro-batch, as the scripts do."""
+    trained = [param for param in network.parameters() if param.requires_grad]
     rows = max(1, settings.micro_batch_tokens // length)
     table = script.quant_table(settings)
     context = script.quantized(network, table) if settings.qat else contextlib.nullcontext()
@@ -259,8 +260,8 @@ def train(script: ModuleType, network: nn.Module, optimizers, settings, length: 
         logps, _ = script.token_logps(network, full_batch(rows, length), 1.0)
         logps.sum().backward()
     alone = script.Runtime(0, 1, torch.device("cpu"), False)
-    optimizers.reduce_gradients(alone, settings.grad_clip_norm, torch.zeros(1))
-    optimizers.step(1.0, torch.tensor(False))
+    script.reduce_gradients(trained, alone, settings.grad_clip_norm, torch.zeros(1))
+    script.step_optimizers(optimizers, 1.0, torch.tensor(True))
 
 
 @torch.no_grad()
@@ -298,7 +299,9 @@ def count(
     with LiveBytes() as live:
         network = make_network(script, config, settings, dtype)
         alone = script.Runtime(0, 1, torch.device("cpu"), False)
-        optimizers = script.policy_optimizers(network, settings, alone)
+        params = script.trained_parameters(network)
+        optimizers = script.make_optimizers(params, settings, alone)
+        state = script.OptimizerState(optimizers, params)
         length = row_length(settings, prompt)
         train(script, network, optimizers, settings, length)  # makes the optimizers' state
         with extra_bytes(live, parts, "step"):
@@ -306,11 +309,11 @@ def count(
         if hasattr(settings, "max_new_tokens"):
             with extra_bytes(live, parts, "sampling"):
                 sample(script, network, settings, prompt)
-    trained = nbytes(optimizers.params)
+    trained = nbytes(params.values())
     parts["weights"] = nbytes(network.parameters()) + nbytes(network.buffers())
-    parts["gradients"] = nbytes(param.grad for param in optimizers.params)
-    for state in optimizers.state_dict().values():
-        parts["optimizer"] += nbytes(state.values())
+    parts["gradients"] = nbytes(param.grad for param in params.values())
+    for tensors in state.state_dict().values():
+        parts["optimizer"] += nbytes(tensors.values())
     parts["averages"] = (settings.ema + settings.swa) * trained
     if getattr(settings, "kl_beta", 0):
         parts["reference"] = trained  # it shares what is not trained
