@@ -5369,7 +5369,7 @@ def sharded_passes(network, table):
     tensors = network.state_dict()
     rows = []
     values = []
-    for names, _, codes, scales, _ in quantize_groups(tensors, table):
+    for names, codes, scales, _ in quantize_groups(tensors, table):
         rows += [rows_of(tensors[name]) for name in names]
         values += map(rows_of, dequantize(codes, scales))
     with swapped(rows, values) if rows else contextlib.nullcontext():
