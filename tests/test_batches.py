@@ -2,7 +2,6 @@
 batches.
 """
 
-import math
 import types
 
 import numpy as np
@@ -59,13 +58,6 @@ def read_row(stream, row):
     return stream.read(order([row], len(stream) // 8)[0] * 8, 9).tolist()
 
 
-@pytest.mark.parametrize("windows", [1, 2, 3, 4, 5, 16, 17, 100, 1009])
-def test_every_window_comes_once_an_epoch(windows):
-    for epoch in range(3):
-        found = order(range(epoch * windows, (epoch + 1) * windows), windows)
-        assert sorted(found) == list(range(windows))
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
     orders = {
         tuple(order(range(epoch * 100, (epoch + 1) * 100), 100, seed))
@@ -73,21 +65,6 @@ def test_epochs_and_seeds_have_orders_of_their_own():
         for seed in range(5)
     }
     assert len(orders) == 25
-
-
-@pytest.mark.parametrize("windows", [100, 1000, 10007])
-def test_windows_of_one_document_are_no_closer_than_chance_has_them(windows):
-    """Of a document two to eight windows long; in turn, they would follow one another."""
-    when = np.argsort(order(range(windows), windows))  # the row that reads each window
-    for apart in range(1, 8):
-        distance = np.abs(when[apart:] - when[:-apart])
-        # Two different rows of n in random order: the mean distance is (n + 1) / 3, its deviation n
-        # / sqrt(18).
-        error = windows / math.sqrt(18 * (windows - apart))
-        assert abs(distance.mean() - (windows + 1) / 3) < 4 * error, (apart, distance.mean())
-        near = (distance <= windows // 50).mean()
-        expected = 2 * (windows // 50) / windows
-        assert abs(near - expected) < 4 * math.sqrt(expected / windows), (apart, near)
 
 
 @pytest.mark.parametrize("windows", [100, 1000, 10007])
