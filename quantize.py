@@ -13,6 +13,18 @@ checkpoint), or what `unpack` or `apply` wrote. Settings below are environment v
 quantization's default to the checkpoint's. Sections between `# === shared:` fences: tools/sync.py.
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     'numpy==2.4.6; python_version >= "3.11"',
+#     'numpy==2.2.6; python_version < "3.11"',
+#     "sentencepiece==0.2.3",
+#     "tiktoken==0.14.0",
+#     "zstandard==0.25.0",
+# ]
+# ///
+
 import argparse
 import base64
 import collections

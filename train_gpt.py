@@ -13,6 +13,18 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     'numpy==2.4.6; python_version >= "3.11"',
+#     'numpy==2.2.6; python_version < "3.11"',
+#     "sentencepiece==0.2.3",
+#     "tiktoken==0.14.0",
+#     "zstandard==0.25.0",
+# ]
+# ///
+
 import collections
 import contextlib
 import ctypes

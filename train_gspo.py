@@ -17,6 +17,18 @@ log.txt, checkpoints, model.upar (the artifact, read back and scored at the end)
 Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     'numpy==2.4.6; python_version >= "3.11"',
+#     'numpy==2.2.6; python_version < "3.11"',
+#     "sentencepiece==0.2.3",
+#     "tiktoken==0.14.0",
+#     "zstandard==0.25.0",
+# ]
+# ///
+
 import asyncio
 import base64
 import collections

@@ -11,6 +11,17 @@ data/cached_challenge_fineweb.py (sp1024; sp4096 and sp8192 with the MATCHED_FIN
 records that use them) and of KellerJordan/modded-nanogpt, data/cached_fineweb10B.py (gpt2).
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     'numpy==2.4.6; python_version >= "3.11"',
+#     'numpy==2.2.6; python_version < "3.11"',
+#     "sentencepiece==0.2.3",
+#     "tiktoken==0.14.0",
+#     "zstandard==0.25.0",
+# ]
+# ///
+
 from __future__ import annotations
 
 import argparse

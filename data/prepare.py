@@ -15,6 +15,17 @@ Exact and near duplicates are dropped. Documents are shuffled over all sources b
 its files at the end, so that an interrupted or refused run leaves nothing that counts.
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     'numpy==2.4.6; python_version >= "3.11"',
+#     'numpy==2.2.6; python_version < "3.11"',
+#     "sentencepiece==0.2.3",
+#     "tiktoken==0.14.0",
+#     "zstandard==0.25.0",
+# ]
+# ///
+
 from __future__ import annotations
 
 import argparse

@@ -2,6 +2,7 @@
 taken, what refused.
 """
 
+import ast
 import math
 import re
 import sys
@@ -273,6 +274,28 @@ def test_a_config_is_read_as_a_shell_reads_it(tmp_path, module, line, value):
     path = tmp_path / "some.env"
     path.write_bytes(line.encode() + b"\n")
     assert module.read_config(path) == {"OUT_DIR": value}
+
+
+def dependencies(path):
+    """Return what a script's header tells uv, PEP 723: its Python and its packages."""
+    block = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$", path.read_text(encoding="utf-8"))[
+        1
+    ]
+    text = re.sub(r"(?m)^# ?", "", block)
+    python = re.search(r'^requires-python = "(.*)"$', text, re.MULTILINE)[1]
+    listed = re.search(r"^dependencies = (\[.*\])$", text, re.MULTILINE | re.DOTALL)[1]
+    return python, ast.literal_eval(listed)
+
+
+def test_uv_installs_what_requirements_txt_has():
+    """The scripts of data need no torch."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    packages = [line for line in lines if not line.startswith("#")]
+    for module in SCRIPTS:
+        assert dependencies(Path(module.__file__)) == (">=3.10", packages)
+    for name in ("prepare", "download"):
+        light = [package for package in packages if not package.startswith("torch==")]
+        assert dependencies(ROOT / "data" / f"{name}.py") == (">=3.10", light)
 
 
 @scripts
