@@ -1000,7 +1000,7 @@ def test_the_guides_commands_on_one_process(place):
 def test_networks_are_compiled_whole(place):
     patch = "T.torch.compile = lambda net, **words: print('compile', words, flush=True) or net"
     child = place.run("compile", patch, COMPILE=1, ITERATIONS=8)
-    words = {"dynamic": False, "fullgraph": True}
+    words = {"dynamic": False, "fullgraph": True, "mode": "default"}
     assert child.out.count(f"compile {words}\n") == 2
 
 
