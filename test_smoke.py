@@ -28,24 +28,24 @@ PHASES = ("warmup", "warmdown", "ema", "swa", "qat")
 # A patch: the exact losses of all steps, in OUT_DIR.<rank>.
 EXACT = """
 import os
-count_skipped = T.Run.count_skipped
+count_skipped = T.count_skipped
 def recording(run, report):
     with open(os.environ["OUT_DIR"] + "." + os.environ.get("RANK", "0"), "a") as file:
         print(repr(report.loss), file=file)
     count_skipped(run, report)
-T.Run.count_skipped = recording
+T.count_skipped = recording
 """
 # A patch: what each step trains and what it leaves, in OUT_DIR.steps.
 STEPS = """
 import os, torch
 facts = {}
-forward_backward, step, send_report = T.forward_backward, T.Optimizers.step, T.Clock.send_report
+forward_backward, step, send_report = T.forward_backward, T.step_optimizers, T.Clock.send_report
 def watched_forward(model, batches, number):
     facts["kinds"] = len(model.mixers[0].w_o.unique())  # of numbers in a matrix
     return forward_backward(model, batches, number)
-def watched_step(self, multiplier, skip, momentum=0.0):
-    facts["momentum"] = momentum
-    step(self, multiplier, skip, momentum)
+def watched_step(optimizers, *given):
+    facts["momentum"] = optimizers[0].param_groups[0]["momentum"]
+    step(optimizers, *given)
 averages = []
 init = T.Average.__init__
 def watched_init(self, params, memory=None):
@@ -58,7 +58,7 @@ def watched_report(self, *given):
     with open(os.environ["OUT_DIR"] + ".steps", "a") as file:
         print(facts, file=file)
     send_report(self, *given)
-T.forward_backward, T.Optimizers.step, T.Clock.send_report = (
+T.forward_backward, T.step_optimizers, T.Clock.send_report = (
     watched_forward, watched_step, watched_report
 )
 """
