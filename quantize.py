@@ -91,7 +91,7 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
-    # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
+    # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "plain"
     matrix_bits: int = bounded(6, 2, 8)  # 8 root mean squares of a matrix are 2**(bits-1) - 1 steps
     # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix

@@ -95,7 +95,7 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
-    # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
+    # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "plain"
     # generate
     prompt: str = ""  # text to continue; empty: a document's beginning

@@ -91,7 +91,7 @@ class Settings:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of activations; auto: bfloat16 if fast
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = True
-    # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
+    # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "auto"
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     memory_snapshot: bool = False  # CUDA: write memory_snapshot.pickle, for pytorch.org/memory_viz
@@ -4672,6 +4672,30 @@ def make_optimizers(network, settings, head_lr, runtime):
     return [OPTIMIZERS[settings.optimizer]([matrices, embeddings, head]), adamw([controls])]
 
 
+@torch.no_grad()
+def track_events(network, tokens, log):
+    """Log and return the share of hidden units whose event gate opens, a number for each layer.
+
+    They are counted in one text of tokens (N,) and returned as a key of result.json; {} without the
+    bio-MLP's gate.
+    """
+    shares = []
+
+    def count(mlp, inputs, output):
+        h = oscillate(linear(*inputs, mlp.w_up), mlp.wave)
+        shares.append((mlp.voltage(h) > BIO_THRESHOLD).float().mean().item())
+
+    mlps = [block.mlp for block in network.blocks if block.mlp.kind == "bio_soft"]
+    if not mlps:
+        return {}
+    hooks = [mlp.register_forward_hook(count) for mlp in mlps]
+    network.features(torch.from_numpy(tokens).to(network.embed.device)[None])
+    for hook in hooks:
+        hook.remove()
+    log(f"events: share of units by layer {' '.join(f'{share:.4f}' for share in shares)}")
+    return {"event_shares": shares}
+
+
 def main():
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
@@ -4769,6 +4793,7 @@ def main():
             with clock.paused():
                 log_step(run, metrics, "train_loss")
                 score = scorer.score(model, data.val)
+                track_events(network, data.val.tokens[: settings.train_seq_len], log)
             log.metrics(run.step, {"val_loss": score.loss, "val_bpb": score.bpb})
             if score.loss <= settings.target_val_loss:
                 target = {"target_steps": run.step, "target_seconds": clock.elapsed()}
@@ -4855,6 +4880,7 @@ def main():
         "init_from": str(start.file) if start else "",
         **target,
         **packed,
+        **track_events(network, data.val.tokens[: settings.train_seq_len], log),
         "before_quantization": before.result(),
         **data.yardsticks,
         "total_seconds": time.perf_counter() - begin,

@@ -107,7 +107,7 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
-    # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
+    # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "auto"
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # problems

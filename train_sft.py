@@ -112,7 +112,7 @@ class Settings:
     shard: bool = False
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
-    # kernels on CUDA; auto: the fastest that pass a self-test, fla: an error if fla's do not pass
+    # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "auto"
     # data
     train_files: Paths = "data/sort.jsonl"  # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
