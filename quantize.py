@@ -3109,6 +3109,42 @@ def quantize_delta(delta, size, bits):
     return codes.flatten().to(torch.int8), scales
 
 
+class DeltaQuantizer:
+    """DeltaQuant for programs: codes what a tuned weight has beyond its base, 1 to 8 bits a weight.
+
+    group_size: weights that share a scale; -1: a row, 0: the whole tensor.
+    """
+
+    def __init__(self, bits=4, group_size=-1):
+        if not 1 <= bits <= 8 or group_size < -1:
+            raise UserError(f"bits={bits}, group_size={group_size}: must be 1 to 8, and -1 or more")
+        self.bits = bits
+        self.group_size = group_size
+
+    def quantize(self, weight, base_weight):
+        """Return codes int8 of the weight's shape, and scales float32 (groups,).
+
+        Codes of 1 bit are signs, of 2 and 3 bits odd numbers. base + code * scale is near weight.
+        """
+        if weight.shape != base_weight.shape:
+            raise UserError(f"weight {tuple(weight.shape)}: must be {tuple(base_weight.shape)}")
+        delta = (weight.float() - base_weight.float()).flatten()
+        codes, scales = quantize_delta(delta, group_size(weight, self.group_size), self.bits)
+        return codes.view(weight.shape), scales
+
+    def dequantize(self, base_weight, codes, scales):
+        """Return base + code * scale in the dtype of the base."""
+        weight = add_delta(base_weight, codes.flatten(), scales, self.group_size)
+        return weight.to(base_weight.dtype)
+
+
+class BitDeltaQuantizer(DeltaQuantizer):
+    """BitDelta (arXiv 2402.10193): the sign of each weight's change, and its mean size by group."""
+
+    def __init__(self, group_size=128):
+        super().__init__(1, group_size)
+
+
 def hash_weights(tensors):
     """Return the SHA-256 of float32 weights with their names and shapes, in order."""
     digest = hashlib.sha256()
@@ -5168,39 +5204,25 @@ def adapter_files(source, network):
 
 
 # -------------------------------------------------------------------------------------------- main
-COMMANDS = {
-    info: "artifact --tensors --checkpoint --weights",
-    unpack: "artifact out",
-    pack: "model out --weights --gptq",
-    verify: "artifact checkpoint --weights",
-    compare: "a b --weights",
-    import_: "folder out",
-    export: "model out --weights --like --adapters",
-    bitdelta: "base tuned out --weights --score",
-    deltaquant: "base tuned out --weights --score",
-    apply: "base delta out --weights",
-}
-WORDS = {
-    "--tensors": {"action": "store_true", "help": "a line for each tensor too"},
-    "checkpoint": {"nargs": "?"},
-    "--gptq": {"metavar": "DATA", "help": "folder of shards: codes by GPTQ on its text"},
-    "--weights": {"choices": AVERAGES, "help": "of a checkpoint (those that its run chose)"},
-    "folder": {"type": Path},
-    "--like": {"type": Path},
-    "--adapters": {"action": "store_true"},
-    "out": {"type": Path},
-    "--score": {"action": "store_true", "help": "bits per byte on DATA_PATH's validation"},
-    "--checkpoint": {"help": "of the same weights, for the error"},
-}
-
-
 def fail_usage(message):
     """Raise a mistake in the command line, which argparse would print in several lines."""
     raise UserError(f"{message}; quantize.py --help says more")
 
 
-def main():
-    """Run one command. Return its exit code: 1 if `verify` says no, 2 for a mistake."""
+def add_command(commands, run, *names):
+    """Add a command that calls `run`, with arguments of these names, and return its parser."""
+    name = run.__name__.rstrip("_")  # import is a word of Python
+    command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+    command.error = fail_usage
+    command.set_defaults(run=run)
+    for name in names:
+        kind = Path if name in ("folder", "out") else str
+        command.add_argument(name, metavar=name.upper(), type=kind)
+    return command
+
+
+def make_parser():
+    """Return the parser of the command line. What it returns has the command's function as `run`."""
     parser = argparse.ArgumentParser(
         prog="quantize.py",
         description=__doc__,
@@ -5208,15 +5230,35 @@ def main():
     )
     parser.error = fail_usage
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for run, words in COMMANDS.items():
-        name = run.__name__.rstrip("_")  # import is a word of Python
-        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
-        command.error = fail_usage
-        command.set_defaults(run=run)
-        for word in words.split():
-            names = {} if word.startswith("-") else {"metavar": word.upper()}
-            command.add_argument(word, **names, **WORDS.get(word, {}))
-    args = parser.parse_args()
+    command = add_command(commands, info, "artifact")
+    command.add_argument("--tensors", action="store_true", help="a line for each tensor too")
+    command.add_argument("--checkpoint", help="of the same weights, for the error")
+    add_command(commands, unpack, "artifact", "out")
+    command = add_command(commands, pack, "model", "out")
+    command.add_argument(
+        "--gptq", metavar="DATA", help="folder of shards: codes by GPTQ on its text"
+    )
+    command = add_command(commands, verify, "artifact")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?")
+    add_command(commands, compare, "a", "b")
+    add_command(commands, import_, "folder", "out")
+    command = add_command(commands, export, "model", "out")
+    command.add_argument("--like", type=Path, help="folder of transformers, whose form it gets")
+    command.add_argument("--adapters", action="store_true", help="LoRA adapters alone, for PEFT")
+    for run in (bitdelta, deltaquant):
+        command = add_command(commands, run, "base", "tuned", "out")
+        command.add_argument("--score", action="store_true", help="bits per byte on DATA_PATH")
+    add_command(commands, apply, "base", "delta", "out")
+    for name in commands.choices.keys() - {"unpack", "import"}:
+        commands.choices[name].add_argument(
+            "--weights", choices=AVERAGES, help="of a checkpoint (those that its run chose)"
+        )
+    return parser
+
+
+def main():
+    """Run one command. Return its exit code: 1 if `verify` says no, 2 for a mistake."""
+    args = make_parser().parse_args()
     load_settings(Settings, dict(os.environ))  # a wrong name is an error of every command
     if args.run is import_:  # often the first run of a clone
         args.out.absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -1034,7 +1034,9 @@ def split_tail(data, request):
     if begin and not 0 < request.val_max_bytes < len(data) - begin + 1:
         share = math.ceil(1000 * (len(data) - begin + 1) / len(data)) / 1000
         hint = f"give --val-frac {min(share, 0.999)} or --val" if share < 1 else hint
-    raise UserError(f"one document, no line or word begins in its last {size} bytes; {hint}")
+    raise UserError(
+        f"one document, whose end of {size} bytes for validation has no line or word of its own; {hint}"
+    )
 
 
 def hash_share(data):

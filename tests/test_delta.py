@@ -549,3 +549,31 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
     code, output, error = call(*words.format(**names).split(), **{"DISTILL_STEPS": 1, **changes})
     assert code == 2 and said.format(**names) in error and not output, error
     assert not names["new"].exists()
+
+
+def test_quantizers_of_a_program():
+    """Signs and means by hand; more bits are nearer; what does not fit is one line."""
+    random = torch.Generator().manual_seed(0)
+    base = torch.randn(8, 256, generator=random)
+    weight = base + 0.1 * torch.randn(8, 256, generator=random)
+    delta = (weight - base).view(-1, 128)
+    quantizer = Q.BitDeltaQuantizer(group_size=128)
+    signs, scales = quantizer.quantize(weight, base)
+    assert torch.equal(signs.view(-1, 128), torch.where(delta >= 0, 1, -1).to(torch.int8))
+    torch.testing.assert_close(scales, delta.abs().mean(1))
+    back = quantizer.dequantize(base, signs, scales)
+    torch.testing.assert_close(back, base + (signs.view(-1, 128) * scales[:, None]).view(8, 256))
+    errors = [(back - weight).norm()]
+    for bits in (2, 4, 8):
+        quantizer = Q.DeltaQuantizer(bits, group_size=-1)
+        codes, scales = quantizer.quantize(weight, base)
+        assert codes.shape == weight.shape and scales.shape == (8,)
+        errors.append((quantizer.dequantize(base, codes, scales) - weight).norm())
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.02 * errors[0]
+    for call in (
+        lambda: Q.DeltaQuantizer(9),
+        lambda: Q.BitDeltaQuantizer(-2),
+        lambda: quantizer.quantize(weight, base[:4]),
+    ):
+        with pytest.raises(Q.UserError, match="must be"):
+            call()

@@ -125,7 +125,12 @@ def unreached_definitions(source, with_methods=True):
     tree = ast.parse(source)
     definitions, pending = (
         {},
-        ["main", *re.findall(r"^(\w+Config) = Settings", source, re.MULTILINE)],
+        [
+            "main",
+            *re.findall(
+                r"^(?:class )?(\w+(?:Config(?= = Settings)|Quantizer(?=\b)))", source, re.M
+            ),
+        ],
     )
     for node in tree.body:
         names = []

@@ -286,7 +286,7 @@ def test_a_single_document_is_split_by_its_tail(tmp_path, capsys):
     (tail,) = documents(tmp_path / "b", "val")
     assert words(1, 500).encode().endswith(b" " + tail) and 40 < len(tail) < 50
     (tmp_path / "solid.txt").write_text("x" * 1000)
-    message = "one document, no line or word begins in its last 50 bytes; give --val"
+    message = "one document, whose end of 50 bytes for validation has no line or word of its own; give --val"
     refuses(message, tmp_path / "solid.txt", "--out", tmp_path / "c", *BYTES)
 
 
