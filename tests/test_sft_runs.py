@@ -82,6 +82,7 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     assert 0 < sum(step["targets"] for step in steps) < result["tokens"]
     assert 285 < result["rows"] + result["before"]["rows"] < 300
     assert "data: " in log and "300 rows, used 300 Alpaca; left out none\n" in log
+    assert re.search(r"^first scores: the losses of \d+ held-out rows$", log, re.M)
 
 
 def test_it_learns_and_all_phases_fire(place, straight):
