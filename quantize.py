@@ -11,6 +11,15 @@
 MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its newest whole
 checkpoint), or what `unpack` or `apply` wrote. Settings below are environment variables, in capitals; DATA_PATH and
 quantization's default to the checkpoint's. Sections between `# === shared:` fences: tools/sync.py.
+
+Where to change what:
+    how weights are rounded               quantize, quant_table
+    what GPTQ measures and chooses        gptq, improve_codes
+    how deltas are rounded and packed     quantize_delta, pack_delta
+    how scales of a delta are trained     distill
+    a layout of transformers, in and out  hf_views, hf_config, hf_shape
+    a new command                         COMMANDS
+    a new setting                         Settings, OUR_SETTINGS
 """
 
 # /// script

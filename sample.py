@@ -12,6 +12,17 @@ lm-evaluation-harness, which docs/scoring.md explains too.
 
 Every setting below is an environment variable or an argument, NAME=value. Sections between
 `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+
+Where to change what:
+    another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
+    another norm                          Norm, NORMS
+    another position                      rotation, rotate
+    how a token is drawn                  draw, truncation
+    what a prompt looks like              prompt_ids, system_turns
+    a chat                                chat, stream_answer
+    a new score                           score, check_modes
+    another reward                        exact_match, weigh; or REWARD=file.py:function
+    a new setting                         Settings, OUR_SETTINGS
 """
 
 # /// script

@@ -12,6 +12,20 @@ a `margin`. `:0.5` takes half of a file's rows in each pass. Guide: docs/dpo.md.
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
 Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+
+Where to change what:
+    another loss of a pair                pair_losses
+    another score of an answer            pair_scores
+    another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
+    another norm                          Norm, NORMS
+    another position                      rotation, rotate
+    another optimizer                     make_optimizers
+    another schedule, another phase       Plan, PHASE_STARTS
+    which pairs are read, of which form   row_pair, parse_pair
+    what a step logs                      pair_metrics
+    what held-out pairs measure           pair_summary
+    a new setting                         Settings, OUR_SETTINGS; if a resumed run must keep it, IDENTITY
+Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
 """
 
 # /// script

@@ -11,6 +11,20 @@ result.json. Every setting below is an environment variable or an argument, NAME
 
 Sections between `# === shared:` fences stand in other scripts too, byte for byte: after a change
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
+
+Where to change what:
+    another loss, a term of it            GPT.forward
+    another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
+    another norm                          Norm, NORMS
+    another position                      rotation, rotate
+    another optimizer, other rates        make_optimizers, OPTIMIZER_PRESETS
+    another schedule, another phase       Plan.rates, PHASE_STARTS
+    which windows train, in which order   split_windows, Batches.read_rows
+    what a step logs                      main; the dict `metrics`
+    what validation measures              Scorer, score_artifact
+    how weights are rounded and packed    quantize, fit_artifact
+    a new setting                         Settings, OUR_SETTINGS; if a resumed run must keep it, `names` in main
+Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
 """
 
 # /// script

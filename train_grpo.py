@@ -15,6 +15,21 @@ MINI_BATCHES x EPOCHS updates. Guide: docs/grpo_gspo.md.
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
 Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+
+Where to change what:
+    another loss or clip                  policy_loss
+    another baseline or advantage         group_advantages
+    how answers are sampled               PolicyTrainer.sample, generate
+    another reward                        exact_match, weigh; or REWARD=file.py:function
+    what a step logs                      update_metrics, GRPOTrainer.update
+    another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
+    another norm                          Norm, NORMS
+    another position                      rotation, rotate
+    another optimizer                     make_optimizers
+    another schedule, another phase       Plan, PHASE_STARTS
+    which problems a step reads           problem_rows, split_problems, problems_of_step
+    a new setting                         Settings, OUR_SETTINGS; if a resumed run must keep it, IDENTITY
+Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
 """
 
 # /// script

@@ -16,6 +16,21 @@ run before. Guides: docs/sft.md, docs/distillation.md.
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
 Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+
+Where to change what:
+    another loss, a term of it            SFTTrainer.forward_backward
+    another loss of distillation          distilled_losses
+    another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
+    another norm                          Norm, NORMS
+    another position                      rotation, rotate
+    another optimizer                     make_optimizers
+    another schedule, another phase       Plan, PHASE_STARTS
+    which rows are read, of which form    row_turns, parse_row
+    which tokens are learned              turn_ids
+    what a step logs                      main; the dict `metrics`
+    what held-out rows measure            row_summary
+    a new setting                         Settings, OUR_SETTINGS; if a resumed run must keep it, IDENTITY
+Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
 """
 
 # /// script

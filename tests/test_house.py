@@ -202,6 +202,30 @@ def test_settings_are_few(name):
     )
 
 
+def named_in_map(docstring):
+    """Return the definitions that the map at the end of a docstring names, before its remarks."""
+    rows = docstring.partition("Where to change what:\n")[2].splitlines()
+    places = [re.split("  +", row.strip())[1] for row in rows if row.startswith("    ")]
+    return ", ".join(place.partition(";")[0] for place in places).split(", ")
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_the_map_of_a_script_names_what_is_there(name):
+    tree = ast.parse(text_of(name))
+    defined = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    for node in tree.body:
+        defined.add(getattr(node, "name", ""))
+        if isinstance(node, ast.ClassDef):
+            methods = [inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)]
+            defined |= {f"{node.name}.{method}" for method in methods}
+    named = named_in_map(ast.get_docstring(tree))
+    assert len(named) >= 10 and set(named) <= defined, set(named) - defined
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_algorithm_is_a_page(name):
     """What is not fenced between settings and main: losses and the trainer."""
