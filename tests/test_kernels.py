@@ -106,6 +106,12 @@ def test_the_form_that_is_wrong_is_named_and_left_out(monkeypatch, dtype, wrong)
     assert line.startswith(f"kernels: {name} left out: error ")
 
 
+def test_rank_0_decides_for_all_ranks(monkeypatch):
+    monkeypatch.setattr(T.Runtime, "agree", lambda self, good: False)
+    choose(monkeypatch, {"attention": varlen_by_loop, "gdn": right_gdn})
+    assert T.FAST == {}
+
+
 def test_plain_forms_are_not_checked():
     for choice, device in (("plain", "cuda"), ("auto", "cpu")):
         runtime = T.Runtime(0, 1, SimpleNamespace(type=device), False)
