@@ -85,6 +85,19 @@ def test_muon_against_the_formula_over_50_steps(shape):
     assert (param - weight).abs().max() < 1e-8
 
 
+def test_shares_of_muons_ranks_add_up_to_its_step():
+    """Three matrices of one shape on two ranks, whose sums are made here."""
+    grads = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
+    moved = []
+    for rank, world_size in ((0, 1), (0, 2), (1, 2)):
+        params = [nn.Parameter(torch.zeros(8, 8)) for _ in grads]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        T.Muon(group(*params), T.Runtime(rank, world_size, torch.device("cpu"), False)).step()
+        moved.append(torch.stack(params))
+    assert torch.allclose(moved[1] + moved[2], moved[0]) and moved[2].any()
+
+
 def test_lion_against_the_formula_over_50_steps():
     torch.manual_seed(3)
     param = nn.Parameter(torch.randn(40, 7, dtype=torch.float64))
