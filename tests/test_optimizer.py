@@ -98,6 +98,14 @@ def test_shares_of_muons_ranks_add_up_to_its_step():
     assert torch.allclose(moved[1] + moved[2], moved[0]) and moved[2].any()
 
 
+def test_adafactor_moves_a_matrix_of_zeros():
+    """Its step is a share of the root mean square, taken as 0.02 at least."""
+    param = nn.Parameter(torch.zeros(16, 8))
+    param.grad = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    T.OPTIMIZERS["adafactor"]([dict(params=[param], lr=0.1)]).step()
+    assert param.square().mean().sqrt().item() == pytest.approx(0.1 * 0.02, rel=0.2)
+
+
 def test_lion_against_the_formula_over_50_steps():
     torch.manual_seed(3)
     param = nn.Parameter(torch.randn(40, 7, dtype=torch.float64))
