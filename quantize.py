@@ -1414,7 +1414,7 @@ class DataTokenizer:
 class EvalText:
     """Tokens that models are scored on, and the bytes by which their score divides."""
 
-    tokens: np.ndarray  # (N,) int64, a BOS first
+    tokens: np.ndarray  # (N,) int64; the first is context and has no score
     bytes: int
 
 

@@ -1445,15 +1445,21 @@ def build(request, work, workers):
     return manifest
 
 
+def tokenizer_of(folder, manifest):
+    """Return the tokenizer of a data folder. Raises UserError if its file is not the manifest's."""
+    tokenizer = load_tokenizer(folder / manifest["tokenizer"]["file"])
+    if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
+        raise UserError(f"{folder}: {tokenizer.file} is not the tokenizer of these shards")
+    return tokenizer
+
+
 def add_token_bytes(folder):
     """Write the bytes of each token for shards of an older version, into their manifest, too.
 
     Return the manifest. Raises UserError.
     """
     manifest = load_manifest(folder)
-    tokenizer = load_tokenizer(folder / manifest["tokenizer"]["file"])
-    if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
-        raise UserError(f"{folder}: {tokenizer.file} is not the tokenizer of these shards")
+    tokenizer = tokenizer_of(folder, manifest)
     manifest["tokenizer"] = save_tokenizer(tokenizer, folder)
     write_manifest(folder, manifest)
     print(f"{folder}: {TOKEN_BYTES} is written")
@@ -1470,6 +1476,7 @@ def prepare(request, out, workers):
                 f"{out}: holds data of another request (other sources or options); delete {out} or "
                 "choose another --out"
             )
+        tokenizer_of(out, manifest)
         check_dataset(out, manifest)
         print(f"{out}: already holds exactly this data; nothing to do")
         return manifest if (out / TOKEN_BYTES).exists() else add_token_bytes(out)

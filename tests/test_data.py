@@ -604,6 +604,19 @@ def test_a_score_divides_by_no_more_bytes_than_the_source_has(tmp_path, spaceles
     assert opened(part).val.bytes == decoded
 
 
+def test_bytes_of_tokens_are_those_of_the_manifest(tmp_path):
+    part = make_part(tmp_path / "p", ["training text"] * 20, ["one"])
+    raw = (part / data.TOKEN_BYTES).read_bytes()
+    stored = data.load_manifest(part)
+    old = {**stored, "tokenizer": {**stored["tokenizer"], "token_bytes_sha256": None}}
+    for content, manifest in ((raw, old), (b"", stored), (b"\1" + raw[1:], stored)):
+        (part / data.TOKEN_BYTES).write_bytes(content)
+        change_manifest(part, manifest)
+        refuses(f"^{part}/token_bytes.bin: missing, or .*: python .* --token-bytes {part}$", part)
+        assert prepare.add_token_bytes(part) == stored
+        assert opened(part).val.bytes == 3
+
+
 def tokens_of(part, split):
     return np.fromfile(part / f"x_{split}_000000.bin", "<u2", offset=1024).tolist()
 

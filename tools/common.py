@@ -261,7 +261,7 @@ def open_data(script: ModuleType, path: str) -> tuple[str, dict]:
 
     Raises SystemExit if there is no data.
     """
-    if not path and not (ROOT / BENCH_DATA / script.TOKEN_BYTES).is_file():
+    if not path and not (ROOT / BENCH_DATA / "token_bytes.bin").is_file():
         command = ["data/prepare.py", "--out", BENCH_DATA, "--val-max-bytes", "40000"]
         print(f"data: python {shlex.join(command)}", flush=True)
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
