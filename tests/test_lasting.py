@@ -320,6 +320,18 @@ def test_a_signal_ends_the_step_saves_and_leaves(place, straight, name, step):
     assert_same(place, out, straight)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["lion", "adamw", "adafactor", "adamw8bit"])
+def test_every_optimizer_resumes_to_the_byte(place, kind):
+    """As Muon does in the tests above."""
+    short = dict(OPTIMIZER=kind, ITERATIONS=8)
+    place.run(f"{kind} whole", **short)
+    place.run(f"{kind} stopped", stop_at(4), 143, **short)
+    place.resume(f"{kind} stopped")
+    assert losses_of(place, f"{kind} stopped") == losses_of(place, f"{kind} whole")
+    assert_same(place, f"{kind} stopped", f"{kind} whole")
+
+
 def test_a_terminal_that_is_closed_saves_and_nohup_goes_on(place):
     default = "import signal\nsignal.signal(signal.SIGHUP, signal.{})\n"
     place.run("hangup", default.format("SIG_DFL") + stop_at(2, "SIGHUP"), 129)
