@@ -386,7 +386,6 @@ def test_a_delta_is_written_applied_and_compared(call, tmp_path):
     assert code == 0 and P.load_model("MODEL", str(tmp_path / "made"))
 
 
-@missing(45)
 def test_deltas_in_a_program():
     base, weight = torch.randn(4, 128), torch.randn(4, 128)
     quantizer = Q.BitDeltaQuantizer(group_size=128)
