@@ -18,7 +18,7 @@ Where to change what:
     how deltas are rounded and packed     quantize_delta, pack_delta
     how scales of a delta are trained     distill
     a layout of transformers, in and out  hf_views, hf_config, hf_shape
-    a new command                         COMMANDS
+    a new command                         main, add_command
     a new setting                         Settings, OUR_SETTINGS
 """
 
