@@ -4372,7 +4372,7 @@ OPTIMIZER_PRESETS = {
     "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004},
     "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
     "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4},
-    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
+    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.02},
 }
 # Learning rate of an untied output head. Parameter Golf's 0.008 lost 0.01 bits per byte at 256 wide
 # (docs/lab.md, 2026-11-25). Lion moves every weight by the whole rate, and Adafactor by a share of
