@@ -220,7 +220,7 @@ OTHER_NAMES = {
     "EMBED_BITS": 8,
     "EMBED_LR": "TIED_EMBED_LR",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "GPTQ_CALIBRATION_BATCHES": 0,  # quantize.py pack --gptq has it
+    "GPTQ_CALIBRATION_BATCHES": 0,
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HEAD_LR": 0.004,
@@ -454,6 +454,8 @@ def check_name(name, text, names):
             if float(text) == OTHER_NAMES[meant]:
                 return
         message += f", in which {meant} is always {OTHER_NAMES[meant]}"
+        if meant == "GPTQ_CALIBRATION_BATCHES":
+            message += "; GPTQ is python quantize.py pack RUN OUT --gptq DATA"
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(

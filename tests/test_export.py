@@ -140,6 +140,14 @@ def test_a_limit_that_nothing_meets_is_told_and_ends(trained):
     assert bench.lines[-1].startswith(f"sizes: {len(data)} bytes, at most {bench.limit}; ")
 
 
+def test_gptq_of_a_run_says_where_it_is():
+    T.check_name("GPTQ_CALIBRATION_BATCHES", "0", ["QAT"])
+    with pytest.raises(
+        T.UserError, match="always 0; GPTQ is python quantize.py pack RUN OUT --gptq"
+    ):
+        T.check_name("GPTQ_CALIBRATION_BATCHES", "4", ["QAT"])
+
+
 # --------------------------------------------------------------------------------------- whole runs
 # A patch: the process gets SIGTERM in step 29 of 30, with QAT since step 26.
 STOP = """
