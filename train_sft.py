@@ -3257,10 +3257,10 @@ class Clock(Saved):
         """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
-        progress = min(1.0, max(by_steps, by_time, *self.used[-1:]))
+        progress = min(1.0, max(by_steps, by_time, *self.used[step - 1 : step]))
         if self.replay:
             progress = self.replay[step]
-        self.used.append(progress)
+        self.used[step:] = [progress]  # a run that ended in a step begins it again
         return progress
 
     def is_last(self, step):
@@ -4688,8 +4688,9 @@ class Run(Saved):
             before = meta["identity"].get(name)
             if before != value:
                 raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
-        place = place or self.runtime.device
-        read = functools.partial(torch.load, map_location=place, weights_only=True, mmap=True)
+        read = functools.partial(
+            torch.load, map_location=place or self.runtime.device, weights_only=True, mmap=True
+        )
         try:
             states = {**read(folder / "training.pt"), "network": read(folder / "model.pt")}
             for name, part in self.parts.items():
