@@ -15,14 +15,14 @@ import train_sft
 ALONE = T.Runtime(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
 
 
-def train_only(net: T.GPT, parts: tuple[str, ...] = ("lora",)) -> T.GPT:
+def train_only(net, parts=("lora",)):
     """The network, of which only parameters are trained whose names contain one of these."""
     for name, param in net.named_parameters():
         param.requires_grad_(any(part in name for part in parts))
     return net
 
 
-def sizes(net: T.GPT) -> tuple[int, int]:
+def sizes(net):
     """Parameters that are trained, and all of them."""
     params = list(net.parameters())
     return sum(param.numel() for param in params if param.requires_grad), sum(
@@ -30,7 +30,7 @@ def sizes(net: T.GPT) -> tuple[int, int]:
     )
 
 
-def network(dtype: torch.dtype = torch.float64, **changes) -> T.GPT:
+def network(dtype=torch.float64, **changes):
     """A network whose zero-initialised projections are not zero, so that every path counts."""
     torch.manual_seed(0)
     net = T.GPT(config(**changes)).to(dtype)
@@ -40,7 +40,7 @@ def network(dtype: torch.dtype = torch.float64, **changes) -> T.GPT:
     return net
 
 
-def trained(net: T.GPT, seed: int = 1, size: float = 0.1) -> T.GPT:
+def trained(net, seed=1, size=0.1):
     """The network with an adapter that is not zero, the adapter alone to be trained."""
     torch.manual_seed(seed)
     if not any(name.endswith("lora_b") for name, _ in net.named_parameters()):
@@ -51,7 +51,7 @@ def trained(net: T.GPT, seed: int = 1, size: float = 0.1) -> T.GPT:
     return train_only(net)
 
 
-def dense(net: T.GPT) -> dict[str, torch.Tensor]:
+def dense(net):
     """The state of a plain network with the same function, each sum by loops over A's rows, in float64."""
     tensors, state = net.state_dict(), {}
     for name, w in tensors.items():
@@ -65,13 +65,13 @@ def dense(net: T.GPT) -> dict[str, torch.Tensor]:
     return state
 
 
-def plain(state: dict[str, torch.Tensor], **changes) -> T.GPT:
+def plain(state, **changes):
     net = T.GPT(config(**changes)).to(state["embed"].dtype)
     net.load_state_dict(state)
     return net
 
 
-def nats(net: T.GPT, ids: torch.Tensor) -> torch.Tensor:
+def nats(net, ids):
     return net(ids[:, :-1], ids[:, 1:]).mean()
 
 
@@ -298,7 +298,7 @@ def test_an_adapted_matrix_is_counted_as_one_and_qat_takes_it_merged():
         )
 
 
-def step(w: torch.Tensor) -> float:
+def step(w):
     """The distance of neighbouring values: sums in float32 and in float64 may lie on two sides of a boundary."""
     values = w.unique()
     return values.diff().min().item()

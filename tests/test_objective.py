@@ -65,7 +65,7 @@ BAND = dict(
 )  # some of everything: inside, outside, active or not
 
 
-def advantages_of(rewards, scale: str) -> list[float]:
+def advantages_of(rewards, scale):
     everything = [r for group in rewards for r in group]
     found = []
     for group in rewards:
@@ -78,7 +78,7 @@ def advantages_of(rewards, scale: str) -> list[float]:
     return found
 
 
-def case(seed: int = 0, spread: float = 0.15) -> SimpleNamespace:
+def case(seed=0, spread=0.15):
     """Ragged log-probabilities of the 8 samples: now, old, of the reference and of the sampler; and advantages."""
     rng = random.Random(seed)
     old = [[-rng.uniform(0.1, 4) for _ in range(length)] for length in LENGTHS]
@@ -89,13 +89,11 @@ def case(seed: int = 0, spread: float = 0.15) -> SimpleNamespace:
     return SimpleNamespace(old=old, advantages=advantages_of(REWARDS, "group"), **near)
 
 
-def padded(rows: list[list[float]], width: int, pad: float) -> torch.Tensor:
+def padded(rows, width, pad):
     return torch.tensor([row + [pad] * (width - len(row)) for row in rows])
 
 
-def tensors_of(
-    rows: SimpleNamespace, width: int = 6, pad: float = 0.0, reference: bool = True
-) -> SimpleNamespace:
+def tensors_of(rows, width=6, pad=0.0, reference=True):
     """What policy_loss wants, of `case`."""
     mask = padded([[1.0] * len(row) for row in rows.old], width, 0.0) > 0
     old, ref, sampled, logps = (
@@ -111,9 +109,7 @@ def tensors_of(
     )
 
 
-def written_out(
-    rows: SimpleNamespace, settings, token_ratio: bool
-) -> tuple[float, list[list[float]], list[float]]:
+def written_out(rows, settings, token_ratio):
     """Loss, its derivative by each log-probability, and the five sums, in loops over Python's floats."""
     low, high = 1 - settings.left_clip_range, 1 + settings.right_clip_range
     limit, kind = (
@@ -150,7 +146,7 @@ def written_out(
     return loss, slopes, sums
 
 
-def measured(M, batch: SimpleNamespace, settings, total: torch.Tensor | None = None) -> tuple:
+def measured(M, batch, settings, total=None):
     """The script's loss, its gradient, and the five sums."""
     if total is None:
         total = torch.tensor([len(batch.mask), int(batch.mask.sum()), int(batch.mask.sum())])
@@ -266,7 +262,7 @@ def test_a_group_of_one_reward_has_advantages_of_exactly_0(M, scale):
 
 
 # --------------------------------------------------------------------------------------------- objectives: properties
-def variants() -> list[tuple]:
+def variants():
     """Every objective with the band, as (script, settings)."""
     return [
         (param.values[0], param.values[0].Settings(max_new_tokens=6, **param.values[1]))
@@ -309,7 +305,7 @@ def test_the_content_and_the_width_of_padding_change_nothing(pad):
 class Table(nn.Module):
     """A policy whose next token depends on the present one alone: row t of the table holds the logits after token t."""
 
-    def __init__(self, size: int = 264, seed: int = 0):
+    def __init__(self, size=264, seed=0):
         super().__init__()
         self.embed = nn.Parameter(
             torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
@@ -328,7 +324,7 @@ class Table(nn.Module):
         return 1.0 * x
 
 
-def policy(M=G, **changes) -> G.GPT:
+def policy(M=G, **changes):
     """A small network, random in every weight."""
     layers = changes.pop("layer_pattern", "g a")
     settings = M.Settings(**changes)
@@ -346,7 +342,7 @@ def policy(M=G, **changes) -> G.GPT:
     return network
 
 
-def rows_of(seed: int, count: int, longest: int = 12) -> list[tuple]:
+def rows_of(seed, count, longest=12):
     """Rows for answers_of: random prompts that begin with a BOS, responses of 1 token and more."""
     rng = random.Random(seed)
     return [
@@ -360,14 +356,14 @@ def rows_of(seed: int, count: int, longest: int = 12) -> list[tuple]:
     ]
 
 
-def with_logps(rows: list[tuple]) -> list[tuple]:
+def with_logps(rows):
     return [
         (prompt, ids, [-0.01 * token for token in ids], advantage)
         for prompt, ids, _, advantage in rows
     ]
 
 
-def answers_of(M, rows: list[tuple]) -> list:
+def answers_of(M, rows):
     """The Answers of rows: prompt, ids, log-probabilities, advantage."""
     return [
         M.Answer(prompt=prompt, ids=ids, logps=logps, advantage=advantage)
@@ -497,14 +493,14 @@ SMALL = dict(
 
 
 @pytest.fixture(autouse=True)
-def smooth_adamw(monkeypatch) -> None:
+def smooth_adamw(monkeypatch):
     """So large an epsilon that rounding in a gradient near zero does not decide the sign of its update."""
     for script in (G, S):
         monkeypatch.setattr(script, "ADAM_EPS", 1e-4)
         report_clips(script, monkeypatch)
 
 
-def report_clips(M, patch) -> None:
+def report_clips(M, patch):
     """Add to the metrics of a step `clips`: the shares of tokens whose clip is active, and whose ratio
     is outside, of each update."""
     original = M.update_metrics
@@ -525,11 +521,11 @@ def trainer(M, network=None, **changes):
     return TRAINERS[M](policy(M) if network is None else network, BYTES, settings)
 
 
-def scripted(monkeypatch, M, draw=None, longest: int = 6) -> list:
+def scripted(monkeypatch, M, draw=None, longest=6):
     """generate() gives sample s of a prompt with `seed` as draw(seed, s): ids and whether they ended; seeds it saw."""
     seen = []
 
-    def drawn(seed: tuple, s: int) -> tuple[list[int], bool]:
+    def drawn(seed, s):
         rng = random.Random(f"{seed} {s}")
         ids, ended = (
             [rng.randrange(4, 260) for _ in range(rng.randint(1, longest))],
@@ -555,28 +551,28 @@ def by(score):
     return lambda prompts, completions, **_: score(prompts, completions)
 
 
-def take(own, queries: list, score, step: int = 0, multiplier: float = 1.0) -> dict:
+def take(own, queries, score, step=0, multiplier=1.0):
     """The metrics of a step with samples of this step's seeds, at a multiple of the learning rate."""
     own.reward_funcs = [by(score)]
     rollout = own.rollout(queries, step)
     return {**rollout.metrics, **own.update(rollout, multiplier)}
 
 
-def clips_of(metrics: dict) -> list[list[float]]:
+def clips_of(metrics):
     """See report_clips."""
     return metrics["clips"]
 
 
-def lengths_score(queries: list, texts: list[str]) -> list[float]:
+def lengths_score(queries, texts):
     """A reward that says little and varies: the text's length, and its first character."""
     return [len(text) % 4 + ord(text[0]) % 3 / 2 if text else -1.0 for text in texts]
 
 
-def state(model: nn.Module) -> list[torch.Tensor]:
+def state(model):
     return [param.detach().clone() for param in model.parameters()]
 
 
-def furthest(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+def furthest(one, other):
     return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
 
 
@@ -699,7 +695,7 @@ def test_updates_are_those_of_a_plain_loop(M, clip, epsilon, monkeypatch):
     rewards = lengths_score([], [sample.text for sample in samples])
     advantages = advantages_of([rewards[at : at + 3] for at in range(0, 12, 3)], "group")
 
-    def logps(sample) -> torch.Tensor:
+    def logps(sample):
         return (plain[[ASSISTANT, *sample.ids[:-1]]] / 0.2).log_softmax(-1)[
             range(len(sample.ids)), sample.ids
         ]
@@ -726,7 +722,7 @@ def test_updates_are_those_of_a_plain_loop(M, clip, epsilon, monkeypatch):
     assert min(norms) > 0.01, (norms, clips_of(metrics))
 
 
-def recorded(monkeypatch, M) -> list:
+def recorded(monkeypatch, M):
     """What policy_loss was called with: (log-probabilities, batch)."""
     calls, original = [], M.policy_loss
     monkeypatch.setattr(
@@ -856,7 +852,7 @@ class Rank(G.Runtime):
         return tensor.copy_(total)
 
 
-def on_ranks(count: int, make, work) -> list:
+def on_ranks(count, make, work):
     """What `work` returns of the trainer that `make` makes for each rank; one rank is no thread."""
     barrier, parts, found = threading.Barrier(count), {}, {}
     runtimes = [Rank(rank, barrier, parts) for rank in range(count)] if count > 1 else [ALONE]
@@ -872,7 +868,7 @@ def on_ranks(count: int, make, work) -> list:
     return [found[rank] for rank in range(count)]
 
 
-def three_steps(own, score, loss_of) -> tuple:
+def three_steps(own, score, loss_of):
     """Two steps, and one in which the last rank's loss is not a number: weights, metrics, samples,
     and how many updates were bad and how far weights moved then."""
     own.stop, own.reward_funcs = frozenset(range(0, 264, 4)), [by(score)]
@@ -887,7 +883,7 @@ def three_steps(own, score, loss_of) -> tuple:
     own.sample = watched
     queries = [str(number) for number in range(24)]
 
-    def step(number: int) -> dict:
+    def step(number):
         rollout = own.rollout(queries[8 * number : 8 * number + 8], number)
         return {**rollout.metrics, **own.update(rollout)}
 
@@ -898,7 +894,7 @@ def three_steps(own, score, loss_of) -> tuple:
     return before, metrics, samples, (bad, furthest(before, state(own.network)))
 
 
-def compare_ranks(one: tuple, ranks: list, bad: int, rel: float) -> None:
+def compare_ranks(one, ranks, bad, rel):
     weights, metrics, samples, _ = one
     first, second = ranks
     assert one[3] == first[3] == second[3] == (bad, 0)  # updates; and no weight moved, on no rank
@@ -929,7 +925,7 @@ def test_two_ranks_are_one(M, changes, float32, monkeypatch):
         settings = {**SMALL, "prompts_per_step": 8, "mini_batches": 2, "kl_beta": 0.1, **changes}
         return TRAINERS[M](policy(M), BYTES, M.Settings(**settings), runtime=runtime)
 
-    def work(own) -> tuple:
+    def work(own):
         return three_steps(own, lambda _, texts: [sum(map(ord, t)) % 5 > 0 for t in texts], loss_of)
 
     [one] = on_ranks(1, make, work)
@@ -1032,7 +1028,7 @@ def test_gradients_that_are_not_finite_move_no_weight(M, monkeypatch):
     assert 0 < furthest(before, state(own.network)) < 1
 
 
-def refused(function, *arguments, **named) -> str:
+def refused(function, *arguments, **named):
     """The one line of the UserError that a call must raise."""
     with pytest.raises((G.UserError, S.UserError)) as error:
         function(*arguments, **named)

@@ -61,7 +61,7 @@ def float32():
 
 
 # -------------------------------------------------------------------------------------------- advantages and rewards
-def double_sum(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+def double_sum(rewards, values, gamma, lam):
     """A_t = sum over l of (gamma lambda)^l d_{t+l}, d_t = r_t + gamma V_{t+1} - V_t, V after the last 0."""
     errors = [
         r + gamma * after - v
@@ -161,7 +161,7 @@ LENGTHS = (5, 3, 1, 6, 2)
 BAND = dict(left_clip_range=0.1, right_clip_range=0.15)
 
 
-def case(seed: int, width: int = 6, pad: float = 0.0) -> SimpleNamespace:
+def case(seed, width=6, pad=0.0):
     """A batch for ppo_loss of ragged rows, with log-probabilities and values near the rollout's."""
     rng = random.Random(seed)
     size = {
@@ -201,7 +201,7 @@ def case(seed: int, width: int = 6, pad: float = 0.0) -> SimpleNamespace:
     )
 
 
-def measured(made: SimpleNamespace, settings: P.Settings) -> tuple:
+def measured(made, settings):
     """Sum of the losses, its gradients by log-probabilities and values, and the seven sums."""
     losses, logged = P.ppo_loss(made.logps, made.values, made.batch, settings)
     assert not logged.requires_grad and logged.shape == (7, *made.mask.shape)
@@ -212,7 +212,7 @@ def measured(made: SimpleNamespace, settings: P.Settings) -> tuple:
     )
 
 
-def written_out(rows: dict, s: P.Settings) -> tuple[float, list, list, list[float]]:
+def written_out(rows, s):
     """The same in loops over Python's floats."""
     loss, by_logp, by_value, sums = 0.0, [], [], [0.0] * 7
     low, high, band = 1 - s.left_clip_range, 1 + s.right_clip_range, P.VALUE_CLIP_RANGE
@@ -331,13 +331,13 @@ UNEQUAL = {"gen_tok_s", "train_tok_s", "clips"}
 
 
 @pytest.fixture(autouse=True)
-def smooth_adamw(monkeypatch) -> None:
+def smooth_adamw(monkeypatch):
     """So large an epsilon that rounding in a gradient near zero does not decide the sign of its update."""
     monkeypatch.setattr(P, "ADAM_EPS", 1e-4)
     report_clips(P, monkeypatch)
 
 
-def policy(layers: str = "g a", dim: int = 16, lora_rank: int = 0) -> P.GPT:
+def policy(layers="g a", dim=16, lora_rank=0):
     """A small network, random in every weight but a fresh adapter's."""
     norms = " ".join("rms" for _ in layers.split())
     shape = dict(model_dim=dim, num_heads=2, num_kv_heads=2, attn_window=1 << 20)
@@ -352,7 +352,7 @@ def policy(layers: str = "g a", dim: int = 16, lora_rank: int = 0) -> P.GPT:
     return network
 
 
-def valued(seed: int = 3, **changes) -> P.GPT:
+def valued(seed=3, **changes):
     """Such a network with a value head that says something."""
     network = policy(**changes)
     P.add_value_head(network)
@@ -360,7 +360,7 @@ def valued(seed: int = 3, **changes) -> P.GPT:
     return network
 
 
-def trainer(network=None, **changes) -> P.PPOTrainer:
+def trainer(network=None, **changes):
     more = {
         name: changes.pop(name)
         for name in ("ref_model", "reward_model", "runtime")
@@ -370,9 +370,7 @@ def trainer(network=None, **changes) -> P.PPOTrainer:
     return P.PPOTrainer(network, BYTES, P.Settings(**{**SMALL, **changes}), **more)
 
 
-def buffered(
-    own: P.PPOTrainer, reward=lengths_score, step: int = 0
-) -> tuple[list, dict, SimpleNamespace]:
+def buffered(own, reward=lengths_score, step=0):
     """The batches of a rollout of QUERIES as the first update finds them, what was measured, the rollout."""
     own.reward_funcs = [by(reward)]
     rollout = own.rollout(QUERIES, step)
@@ -661,7 +659,7 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------- faults, settings
-def refused(function, *arguments, **named) -> str:
+def refused(function, *arguments, **named):
     """The one line of the UserError that a call must raise."""
     with pytest.raises(P.UserError) as error:
         function(*arguments, **named)
@@ -779,7 +777,7 @@ def test_two_ranks_are_one(float32, monkeypatch):
         changes = dict(prompts_per_step=8, mini_batches=2, epochs=2, kl_beta=0.1, kl_target=0.5)
         return trainer(valued(), runtime=runtime, **changes)
 
-    def work(own) -> tuple:
+    def work(own):
         return three_steps(own, lambda _, texts: [sum(map(ord, t)) % 3 > 0 for t in texts], loss_of)
 
     [one] = on_ranks(1, make, work)
