@@ -554,6 +554,8 @@ def crash(place, out, source, kinds, seed):
         assert child.wait() == -signal.SIGKILL, (kind, child.err)
     place.resume(out)
     assert_same(place, out, source)
+    scored = [row["step"] for row in metrics_of(place, out) if "val_loss" in row]
+    assert scored == sorted(set(scored))
 
 
 def test_kills_change_nothing(place, source):
