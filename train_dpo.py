@@ -3051,12 +3051,15 @@ def step_optimizers(optimizers, multiplier, finite):
     it: where it is false, gradients and learning rates become 0, so any optimizer of PyTorch fits.
     Momentum and moments then decay by a step.
     """
+    # Large tables have as many gradients, so a CPU, which knows the answer, leaves them alone.
+    must_mask = finite.is_cuda or not finite
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = finite * (initial_lr * multiplier)  # 0-d, on the device
-            for param in group["params"]:
-                param.grad.masked_fill_(~finite, 0.0)
+            if must_mask:
+                for param in group["params"]:
+                    param.grad.masked_fill_(~finite, 0.0)
         optimizer.step()
 
 
