@@ -186,7 +186,8 @@ OTHER_NAMES = {
     "XSA_LAST_N": 0,
 }
 
-# The settings of all scripts: one that is meant for another script is an error, too.
+# The settings of all scripts: one that is meant for another script is an error there. Those of this
+# script are known without it.
 OUR_SETTINGS = {
     "ACTIVATION_CHECKPOINTING",
     "ARCH_MODE",
@@ -388,8 +389,8 @@ def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
     are none here: near misses, names in the tables above, constants of this script.
     """
-    constants = filter(str.isupper, globals())
-    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *constants, "CONFIG"}
+    constants = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *filter(str.isupper, constants), "CONFIG"}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -1296,8 +1297,8 @@ def load_manifest(data_path):
         manifest = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"DATA_PATH: no {path} that can be read ({error}); data/prepare.py prepares data, and "
-            "data/download.py --manifest writes a manifest for downloaded shards"
+            f"DATA_PATH: no {path} that can be read ({error}); must be a folder that data/prepare.py "
+            "TEXTS --out FOLDER made, or of shards; data/download.py --manifest writes one for those"
         ) from None
     for fault in manifest_faults(manifest):
         raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
@@ -1437,12 +1438,13 @@ class Dataset:
 
 def parse_mixture(data_path):
     """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
-    if ":" not in data_path:
-        data_path += ":1"
+    text = data_path if ":" in data_path else f"{data_path}:1"
     part = r"\s*([^,]+):((?=[\d.]*[1-9])\d{0,9}\.?\d{0,99})"  # a weight has a digit above 0
-    if not re.fullmatch(f"{part}(,{part})*", data_path):
-        raise UserError(f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,…")
-    folders, weights = zip(*re.findall(part, data_path), strict=True)
+    if not re.fullmatch(f"{part}(,{part})*", text):
+        raise UserError(
+            f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,… such as a:0.7,b:0.3"
+        )
+    folders, weights = zip(*re.findall(part, text), strict=True)
     total = sum(map(float, weights))
     return folders, [float(weight) / total for weight in weights]
 
@@ -1484,8 +1486,10 @@ def shuffle(count, *seed):
 def split_windows(stream, share, settings):
     """Return the numbers of a stream's windows that train, and of those that are held out.
 
-    A data filter goes here. Window `number` is stream.read(number * seq_len, seq_len); a choice by
-    its tokens and the settings alone is the same on every rank and in a resumed run.
+    A data filter goes below, over `train`. The inputs of window `number` are
+    stream.read(number * seq_len, seq_len). A choice by them and by settings alone is the same on
+    every rank and in a resumed run. It takes a call for each window at every start, and must leave
+    a window of every folder.
 
     Without EMA and SWA there is nothing to choose, and nothing is held out; with them at most a
     twentieth, from all over the stream: its end may be of one source. The first token of a
@@ -1502,7 +1506,8 @@ def split_windows(stream, share, settings):
     if settings.ema or settings.swa:
         wanted = math.ceil(share * settings.holdout_tokens / seq_len)
         count = min(wanted, len(windows) // 20)
-    return windows[count:], windows[:count]
+    train = windows[count:]
+    return train, windows[:count]
 
 
 def check_mixture(pairs, bos_id):
@@ -1526,7 +1531,10 @@ def open_data(settings):
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
         )
     if any(manifest["tokenizer"]["sha256"] != tokenizer.sha256 for manifest in manifests):
-        raise UserError(f"DATA_PATH={settings.data_path!r}: shards of several tokenizers")
+        raise UserError(
+            f"DATA_PATH={settings.data_path!r}: shards of several tokenizers; prepare all folders with "
+            "one, see data/prepare.py --tokenizer"
+        )
     pairs = list(map(check_dataset, folders, manifests))
     check_mixture(pairs, tokenizer.bos_id)
     streams, val_streams = zip(*pairs, strict=True)
@@ -2164,6 +2172,7 @@ class MLP(nn.Module):
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
+        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def forward(self, x):
@@ -2195,7 +2204,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
+    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+
+    Its input is the stream after `mix`.
+    """
 
     def __init__(self, config, norm):
         super().__init__()
@@ -2257,7 +2269,7 @@ class GPT(nn.Module):
         for word in words:
             if word[0].lower() not in "gsa":
                 raise ValueError(f"layers: {word!r} is no kind of layer")
-        if config.unet_skips:
+        if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
         # Layers that share a mixer or a block have one name for it; others go by their place.

@@ -209,7 +209,8 @@ OTHER_NAMES = {
     "XSA_LAST_N": 0,
 }
 
-# The settings of all scripts: one that is meant for another script is an error, too.
+# The settings of all scripts: one that is meant for another script is an error there. Those of this
+# script are known without it.
 OUR_SETTINGS = {
     "ACTIVATION_CHECKPOINTING",
     "ARCH_MODE",
@@ -411,8 +412,8 @@ def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
     are none here: near misses, names in the tables above, constants of this script.
     """
-    constants = filter(str.isupper, globals())
-    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *constants, "CONFIG"}
+    constants = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *filter(str.isupper, constants), "CONFIG"}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -2475,6 +2476,7 @@ class MLP(nn.Module):
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
+        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def forward(self, x):
@@ -2506,7 +2508,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
+    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+
+    Its input is the stream after `mix`.
+    """
 
     def __init__(self, config, norm):
         super().__init__()
@@ -2568,7 +2573,7 @@ class GPT(nn.Module):
         for word in words:
             if word[0].lower() not in "gsa":
                 raise ValueError(f"layers: {word!r} is no kind of layer")
-        if config.unet_skips:
+        if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
         # Layers that share a mixer or a block have one name for it; others go by their place.

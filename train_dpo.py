@@ -24,7 +24,7 @@ Where to change what:
     which pairs are read, of which form   row_pair, parse_pair
     what a step logs                      pair_metrics
     what held-out pairs measure           pair_summary
-    a new setting                         Settings, OUR_SETTINGS; if a resumed run must keep it, IDENTITY
+    a new setting                         Settings; if a resumed run must keep it, IDENTITY
 Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
 """
 
@@ -260,7 +260,8 @@ OTHER_NAMES = {
     "XSA_LAST_N": 0,
 }
 
-# The settings of all scripts: one that is meant for another script is an error, too.
+# The settings of all scripts: one that is meant for another script is an error there. Those of this
+# script are known without it.
 OUR_SETTINGS = {
     "ACTIVATION_CHECKPOINTING",
     "ARCH_MODE",
@@ -462,8 +463,8 @@ def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
     are none here: near misses, names in the tables above, constants of this script.
     """
-    constants = filter(str.isupper, globals())
-    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *constants, "CONFIG"}
+    constants = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *filter(str.isupper, constants), "CONFIG"}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -2404,6 +2405,7 @@ class MLP(nn.Module):
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
+        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def forward(self, x):
@@ -2435,7 +2437,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
+    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+
+    Its input is the stream after `mix`.
+    """
 
     def __init__(self, config, norm):
         super().__init__()
@@ -2497,7 +2502,7 @@ class GPT(nn.Module):
         for word in words:
             if word[0].lower() not in "gsa":
                 raise ValueError(f"layers: {word!r} is no kind of layer")
-        if config.unet_skips:
+        if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
         # Layers that share a mixer or a block have one name for it; others go by their place.
@@ -4336,7 +4341,8 @@ def stored_settings(given):
         folder = find_run("RESUME", given["RESUME"], out_dir)
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
-        return read_meta(checkpoint_to_resume(folder))["settings"]
+        stored = read_meta(checkpoint_to_resume(folder))["settings"]
+        return {**stored, "out_dir": str(folder.parent)}  # where it is now, if it was moved
     if given.get("REPLAY"):
         stored = read_progress(find_run("REPLAY", given["REPLAY"], out_dir))
         return {**stored["settings"], "run_id": "", "resume": ""}
@@ -4523,7 +4529,7 @@ class Log(Saved):
         """Write the metrics (name -> number) of a step to metrics.jsonl, tracker and log.
 
         seconds_left: of the run, if the step was trained. Then log.txt has it if it is one of the
-        first five, or nothing was written for LOG_SECONDS; on a terminal the others overwrite one
+        first five or the last, or nothing was written for LOG_SECONDS; on a terminal the others overwrite one
         line. A number that is not finite is null in metrics.jsonl: JSON has none.
         """
         if self.file is None:
@@ -4539,7 +4545,7 @@ class Log(Saved):
             self.trained_bytes = self.metrics_file.file.seek(0, os.SEEK_END)
         if self.track:
             self.track(metrics, step)
-        if seconds_left is None or step <= 5 or self.is_due():
+        if seconds_left is None or step <= 5 or step == self.iterations or self.is_due():
             self(line)
         elif sys.stdout.isatty():
             self.show(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}")

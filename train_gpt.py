@@ -23,8 +23,13 @@ Where to change what:
     what a step logs                      main; the dict `metrics`
     what validation measures              Scorer, score_artifact
     how weights are rounded and packed    quantize, fit_artifact
-    a new setting                         Settings, OUR_SETTINGS; if a resumed run must keep it, `names` in main
-Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
+    a new setting of the model            Settings, GPTConfig; a field of one name in both, layers read it
+    another new setting                   Settings; if a resumed run must keep it, `names` in main
+Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled(), and is 0
+where targets are -1. The name of a weight decides its optimizer and how it is packed: w_* is a
+matrix, *embed* an embedding, all others are controls (tensor_class). In the log's header a setting
+that differs from its default has a `*`. A new one also enters OUR_SETTINGS, so that the other
+scripts refuse it.
 """
 
 # /// script
@@ -253,7 +258,8 @@ OTHER_NAMES = {
     "XSA_LAST_N": 0,
 }
 
-# The settings of all scripts: one that is meant for another script is an error, too.
+# The settings of all scripts: one that is meant for another script is an error there. Those of this
+# script are known without it.
 OUR_SETTINGS = {
     "ACTIVATION_CHECKPOINTING",
     "ARCH_MODE",
@@ -455,8 +461,8 @@ def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
     are none here: near misses, names in the tables above, constants of this script.
     """
-    constants = filter(str.isupper, globals())
-    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *constants, "CONFIG"}
+    constants = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *filter(str.isupper, constants), "CONFIG"}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -931,8 +937,8 @@ def load_manifest(data_path):
         manifest = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"DATA_PATH: no {path} that can be read ({error}); data/prepare.py prepares data, and "
-            "data/download.py --manifest writes a manifest for downloaded shards"
+            f"DATA_PATH: no {path} that can be read ({error}); must be a folder that data/prepare.py "
+            "TEXTS --out FOLDER made, or of shards; data/download.py --manifest writes one for those"
         ) from None
     for fault in manifest_faults(manifest):
         raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
@@ -1060,12 +1066,13 @@ class Dataset:
 
 def parse_mixture(data_path):
     """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
-    if ":" not in data_path:
-        data_path += ":1"
+    text = data_path if ":" in data_path else f"{data_path}:1"
     part = r"\s*([^,]+):((?=[\d.]*[1-9])\d{0,9}\.?\d{0,99})"  # a weight has a digit above 0
-    if not re.fullmatch(f"{part}(,{part})*", data_path):
-        raise UserError(f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,…")
-    folders, weights = zip(*re.findall(part, data_path), strict=True)
+    if not re.fullmatch(f"{part}(,{part})*", text):
+        raise UserError(
+            f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,… such as a:0.7,b:0.3"
+        )
+    folders, weights = zip(*re.findall(part, text), strict=True)
     total = sum(map(float, weights))
     return folders, [float(weight) / total for weight in weights]
 
@@ -1107,8 +1114,10 @@ def shuffle(count, *seed):
 def split_windows(stream, share, settings):
     """Return the numbers of a stream's windows that train, and of those that are held out.
 
-    A data filter goes here. Window `number` is stream.read(number * seq_len, seq_len); a choice by
-    its tokens and the settings alone is the same on every rank and in a resumed run.
+    A data filter goes below, over `train`. The inputs of window `number` are
+    stream.read(number * seq_len, seq_len). A choice by them and by settings alone is the same on
+    every rank and in a resumed run. It takes a call for each window at every start, and must leave
+    a window of every folder.
 
     Without EMA and SWA there is nothing to choose, and nothing is held out; with them at most a
     twentieth, from all over the stream: its end may be of one source. The first token of a
@@ -1125,7 +1134,8 @@ def split_windows(stream, share, settings):
     if settings.ema or settings.swa:
         wanted = math.ceil(share * settings.holdout_tokens / seq_len)
         count = min(wanted, len(windows) // 20)
-    return windows[count:], windows[:count]
+    train = windows[count:]
+    return train, windows[:count]
 
 
 def check_mixture(pairs, bos_id):
@@ -1149,7 +1159,10 @@ def open_data(settings):
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
         )
     if any(manifest["tokenizer"]["sha256"] != tokenizer.sha256 for manifest in manifests):
-        raise UserError(f"DATA_PATH={settings.data_path!r}: shards of several tokenizers")
+        raise UserError(
+            f"DATA_PATH={settings.data_path!r}: shards of several tokenizers; prepare all folders with "
+            "one, see data/prepare.py --tokenizer"
+        )
     pairs = list(map(check_dataset, folders, manifests))
     check_mixture(pairs, tokenizer.bos_id)
     streams, val_streams = zip(*pairs, strict=True)
@@ -1787,6 +1800,7 @@ class MLP(nn.Module):
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
+        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def forward(self, x):
@@ -1818,7 +1832,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its mixer, which may be shared: norms, MLP, and learned scales."""
+    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+
+    Its input is the stream after `mix`.
+    """
 
     def __init__(self, config, norm):
         super().__init__()
@@ -1880,7 +1897,7 @@ class GPT(nn.Module):
         for word in words:
             if word[0].lower() not in "gsa":
                 raise ValueError(f"layers: {word!r} is no kind of layer")
-        if config.unet_skips:
+        if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
         # Layers that share a mixer or a block have one name for it; others go by their place.
@@ -3825,7 +3842,8 @@ def stored_settings(given):
         folder = find_run("RESUME", given["RESUME"], out_dir)
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
-        return read_meta(checkpoint_to_resume(folder))["settings"]
+        stored = read_meta(checkpoint_to_resume(folder))["settings"]
+        return {**stored, "out_dir": str(folder.parent)}  # where it is now, if it was moved
     if given.get("REPLAY"):
         stored = read_progress(find_run("REPLAY", given["REPLAY"], out_dir))
         return {**stored["settings"], "run_id": "", "resume": ""}
@@ -4012,7 +4030,7 @@ class Log(Saved):
         """Write the metrics (name -> number) of a step to metrics.jsonl, tracker and log.
 
         seconds_left: of the run, if the step was trained. Then log.txt has it if it is one of the
-        first five, or nothing was written for LOG_SECONDS; on a terminal the others overwrite one
+        first five or the last, or nothing was written for LOG_SECONDS; on a terminal the others overwrite one
         line. A number that is not finite is null in metrics.jsonl: JSON has none.
         """
         if self.file is None:
@@ -4028,7 +4046,7 @@ class Log(Saved):
             self.trained_bytes = self.metrics_file.file.seek(0, os.SEEK_END)
         if self.track:
             self.track(metrics, step)
-        if seconds_left is None or step <= 5 or self.is_due():
+        if seconds_left is None or step <= 5 or step == self.iterations or self.is_due():
             self(line)
         elif sys.stdout.isatty():
             self.show(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}")
@@ -4418,6 +4436,12 @@ def start_settings(given):
         return stored_values
     start = find_start(given["INIT_FROM"])
     config = start.config
+    is_new_rate = "OPTIMIZER" in given and not {"MATRIX_LR", "TIED_EMBED_LR"} <= given.keys()
+    if is_new_rate and is_imported(config, start.tokenizer.name):
+        raise UserError(
+            f"OPTIMIZER={given['OPTIMIZER']!r}: must come with MATRIX_LR and TIED_EMBED_LR, or be left "
+            "out, because its own rates are for new networks and INIT_FROM was imported"
+        )
     shape = {**asdict(config), "layer_pattern": config.layers, "norm": config.norms}
     values = {name: shape[name] for name in shape.keys() & Settings.__dataclass_fields__}
     # VOCAB_SIZE is checked against the data's tokenizer, and a long context need not be trained.
@@ -4667,6 +4691,8 @@ def score_artifact(path, scorer, data, run):
         sliding = scorer.score(model, data.val, settings.eval_stride)
         run.log(f"from the artifact: sliding val_{sliding}")
         result["val_bpb_sliding"] = sliding.bpb
+    elif settings.eval_stride:
+        run.log(f"no sliding score: EVAL_STRIDE={settings.eval_stride} is not below TRAIN_SEQ_LEN")
     if settings.eval_stateful:
         stateful = score_documents(scorer, network, data.val)
         run.log(f"from the artifact: stateful val_{stateful}")
@@ -4747,7 +4773,7 @@ def main():
             averages[name] = Average(list(network.parameters()), memory)
 
     # run folder and log
-    names = "seed train_batch_tokens holdout_tokens ema swa optimizer".split()
+    names = "seed train_batch_tokens holdout_tokens ema swa optimizer matrix_bits".split()
     identity = {name: getattr(settings, name) for name in names}
     identity |= asdict(config)
     identity |= {"manifest_sha256": data.manifest_sha256, "data_shares": data.shares}

@@ -457,8 +457,8 @@ def load_manifest(data_path):
         manifest = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"DATA_PATH: no {path} that can be read ({error}); data/prepare.py prepares data, and "
-            "data/download.py --manifest writes a manifest for downloaded shards"
+            f"DATA_PATH: no {path} that can be read ({error}); must be a folder that data/prepare.py "
+            "TEXTS --out FOLDER made, or of shards; data/download.py --manifest writes one for those"
         ) from None
     for fault in manifest_faults(manifest):
         raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")

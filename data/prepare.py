@@ -463,8 +463,8 @@ def load_manifest(data_path):
         manifest = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"DATA_PATH: no {path} that can be read ({error}); data/prepare.py prepares data, and "
-            "data/download.py --manifest writes a manifest for downloaded shards"
+            f"DATA_PATH: no {path} that can be read ({error}); must be a folder that data/prepare.py "
+            "TEXTS --out FOLDER made, or of shards; data/download.py --manifest writes one for those"
         ) from None
     for fault in manifest_faults(manifest):
         raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
@@ -884,8 +884,8 @@ def read_text(path):
 def text_fault(path):
     """Return why a text file cannot be read, or "". Files of many documents are not read here."""
     try:
-        if not has_lines(path):
-            read_text(path)
+        if not has_lines(path) and not read_text(path).strip():
+            return "empty"
     except UnicodeDecodeError:
         return "not UTF-8"
     except OSError:

@@ -494,7 +494,7 @@ def test_check_dataset(tmp_path):
 
 
 def test_manifest_errors(tmp_path):
-    message = r"data/prepare.py prepares data, and data/download.py --manifest writes"
+    message = r"data/prepare.py TEXTS --out FOLDER made"
     refusal(data.UserError, message, data.load_manifest, tmp_path)
     for content in ("{", "{}", '{"format": 2}', "[1]", "[" * 200000):
         (tmp_path / "manifest.json").write_text(content)
@@ -686,7 +686,7 @@ def test_open_data_of_a_mixture(tmp_path):
     foreign = data.load_manifest(other)
     foreign["tokenizer"]["sha256"] = "0" * 64
     change_manifest(other, foreign)
-    refuses("^DATA_PATH=.*: shards of several tokenizers$", f"{a}:1,{other}:1")
+    refuses("^DATA_PATH=.*: shards of several tokenizers; ", f"{a}:1,{other}:1")
 
 
 def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path):

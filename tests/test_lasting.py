@@ -419,7 +419,12 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped):
         path = run.parent / wrong
         assert f"RESUME='{path}': {said}" in refused(RESUME=wrong)
     assert "RUN_ID='other': must be that of RESUME, 'run'" in refused(RUN_ID="other")
-    rules = (("MODEL_DIM", 64, 48), ("SEED", 5, 1337), ("TRAIN_BATCH_TOKENS", 512, 256))
+    rules = (
+        ("MODEL_DIM", 64, 48),
+        ("SEED", 5, 1337),
+        ("TRAIN_BATCH_TOKENS", 512, 256),
+        ("MATRIX_BITS", 4, 6),
+    )
     for name, value, was in rules:
         assert f"{name}={value}: must stay {was} under RESUME\n" in refused(**{name: value})
     after = files()
@@ -439,7 +444,7 @@ def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straigh
     assert events(place, "changed", "changed") == [changed]
     log = place.log("changed")
     assert "event: resume step:6 ranks:1 changed:{" in log
-    paths = {"resume": str(folder), "out_dir": str(place.folder / "stopped")}
+    paths = {"resume": str(folder), "out_dir": str(folder.parent)}  # where it is, not where it was
     expected = {**place.result(straight)["settings"], **changed, **paths}
     assert place.result("changed")["settings"] == expected
     assert place.artifact("changed") != place.artifact(straight)

@@ -363,6 +363,15 @@ def test_an_imported_start_is_known_whatever_its_tokenizer(imported, script):
     )
 
 
+def test_an_optimizer_of_an_imported_start_comes_with_its_rates(imported):
+    """Or it would train at the rates of new networks, 300 times as fast."""
+    _, _, out = imported("llama")
+    given = {"INIT_FROM": str(out), "OPTIMIZER": "lion", "MATRIX_LR": 1e-6}
+    with pytest.raises(T.UserError, match="OPTIMIZER='lion': must come with MATRIX_LR and TIED_E"):
+        T.start_settings(given)
+    assert T.start_settings({**given, "TIED_EMBED_LR": 1e-6})["scalar_lr"] == 1e-5
+
+
 def test_export_like_another_model_is_an_error(imported, call, tmp_path):
     """One line names what differs, or the tensor that a folder lacks. Nothing is left behind."""
     from safetensors.torch import save_file

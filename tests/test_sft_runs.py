@@ -272,7 +272,10 @@ FAULTS = [
         r"TEACHER='.*': .*model.upar has the tokenizer bytes; must be the student's, "
         r"tokenizer.model, with role tokens",
     ),
-    ({"TEACHER": "none"}, "TEACHER='none': must be a run, a checkpoint or an artifact"),
+    (
+        {"TEACHER": "none"},
+        "TEACHER='none': no such file; must be a run, a checkpoint or an artifact",
+    ),
     ({"KD_ALPHA": 0.9}, "KD_ALPHA=0.9: needs a TEACHER"),
     (
         {"TEACHER": "STRAIGHT", "KD_LOSS": "pool", "KD_ALPHA": 1},

@@ -39,7 +39,7 @@ def printed(settings) -> dict[str, str]:
     values = {}
     for setting in fields(settings):
         value = getattr(settings, setting.name)
-        values[setting.name.upper()] = str(int(value) if setting.type is bool else value)
+        values[setting.name.upper()] = str(int(value) if isinstance(value, bool) else value)
     return values
 
 
@@ -72,7 +72,11 @@ def score_artifacts(script: ModuleType, settings, score: str, artifacts: list[st
         header, tensors, _ = script.read_artifact(path)
         # Frozen records before the rewrite may have counts of n-grams and another scorer.
         counts = [script.NGrams] if header["settings"].get("ngram_order") else []
-        network = script.GPT(SimpleNamespace(**header["settings"]), *counts).to(runtime.device)
+        if hasattr(script, "checked_config"):
+            config = script.checked_config(header["settings"], path)
+        else:
+            config = SimpleNamespace(**header["settings"])
+        network = script.GPT(config, *counts).to(runtime.device)
         network.load_state_dict(tensors)
         if hasattr(script, "Scorer"):
             is_new = hasattr(script, "EvalText")
