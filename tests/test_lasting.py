@@ -1177,7 +1177,7 @@ def test_mutated_facts_are_one_line(place, stopped, seed, tmp_path):
         assert "\n" not in str(error)
     else:  # a value of the right type that differs, or one that a resumed run compares
         facts = json.loads(path.read_text())
-        own = {"run_id": "", "resume": "", "replay": ""}
+        own = {"run_id": "", "resume": "", "replay": "", "out_dir": ""}
         assert {**vars(settings), **own} == {**facts["settings"], **own}, said
 
 

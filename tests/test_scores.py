@@ -532,7 +532,7 @@ MISTAKES = [
     ("SCORE_PATH=none.txt", "none.txt: cannot be read; [Errno 2]"),
     ("SCORE_PATH=good.txt EVAL_STRIDE=64", "EVAL_STRIDE=64: must be less than the con"),
     ("SCORE_PATH=good.txt SCORE=preference", "good.txt: 1 rows, used none; left out"),
-    ("SCORE_PATH=x SCORE=win", f"SCORE_MODEL='': {NO_MODEL}"),
+    ("SCORE_PATH=x SCORE=win", f"SCORE_MODEL='': no such file; {NO_MODEL}"),
     (
         "SCORE_PATH=x SCORE=win SCORE_MODEL=main SCORE_JUDGE=other",
         "SCORE_JUDGE='other': has no value head; must be a reward model",
@@ -540,7 +540,7 @@ MISTAKES = [
     ("SCORE_PATH=good.txt SCORE_FILE=no/x", "SCORE_FILE='no/x': must be in a folder "),
     ("MODE=scores", "MODE='scores': must be one of generate, chat, score"),
     ("LAYOUT=chat", "PROMPT='': must be given for LAYOUT=chat"),
-    ("ARTIFACT=nowhere", f"ARTIFACT='nowhere': {NO_MODEL}; "),
+    ("ARTIFACT=nowhere", f"ARTIFACT='nowhere': no such file; {NO_MODEL}"),
     ("ARTIFACT=good.txt", f"ARTIFACT='good.txt': {NO_MODEL}; good"),
     ("ARTIFACT=learned MAX_NEW_TOKENS=60 PROMPT=hello", "MAX_NEW_TOKENS=60: must be at most 59; "),
     (f"ARTIFACT=learned PROMPT={'x' * 64}", "PROMPT='xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx: mu"),
