@@ -3788,24 +3788,24 @@ def find_run(setting, name, out_dir):
 
 def checkpoint_to_resume(folder):
     """Return the newest whole checkpoint of an unfinished run. Raises UserError."""
-    newest, faults = newest_checkpoint(folder)
-    fault = ""
+    prefix = f"RESUME={str(folder)!r}:"
     if re.fullmatch(r"step_\d+", folder.name):
-        fault = (
-            f"is a checkpoint; must be its run, RESUME={folder.parent}, which continues from the "
-            "newest whole one"
+        raise UserError(
+            f"{prefix} is a checkpoint; must be its run, RESUME={folder.parent}, which continues "
+            "from the newest whole one"
         )
-    elif (folder / "result.json").exists():
-        fault = f"the run has ended, for it has a result.json; REPLAY={folder} repeats it"
-    elif newest is None:
-        fault = f"has no whole checkpoint step_<step>; {'; '.join(faults)}"
-    elif not (newest / "training.pt").is_file():
-        fault = (
-            f"is a model that quantize.py wrote, not a run: {newest} has no training.pt; INIT_FROM "
-            "starts from it"
+    if (folder / "result.json").exists():
+        raise UserError(
+            f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it"
         )
-    if fault:
-        raise UserError(f"RESUME={str(folder)!r}: {fault}")
+    newest, faults = newest_checkpoint(folder)  # reads all of it, so the checks above come first
+    if newest is None:
+        raise UserError(f"{prefix} has no whole checkpoint step_<step>; {'; '.join(faults)}")
+    if not (newest / "training.pt").is_file():
+        raise UserError(
+            f"{prefix} is a model that quantize.py wrote, not a run: {newest} has no training.pt; "
+            "INIT_FROM starts from it"
+        )
     return newest
 
 
@@ -4436,8 +4436,9 @@ def start_settings(given):
         return stored_values
     start = find_start(given["INIT_FROM"])
     config = start.config
-    is_new_rate = "OPTIMIZER" in given and not {"MATRIX_LR", "TIED_EMBED_LR"} <= given.keys()
-    if is_new_rate and is_imported(config, start.tokenizer.name):
+    imported = imported_values(config, start.tokenizer.name, IMPORTED_DEFAULTS)
+    has_rates = {"MATRIX_LR", "TIED_EMBED_LR"} <= given.keys()
+    if imported and "OPTIMIZER" in given and not has_rates:
         raise UserError(
             f"OPTIMIZER={given['OPTIMIZER']!r}: must come with MATRIX_LR and TIED_EMBED_LR, or be left "
             "out, because its own rates are for new networks and INIT_FROM was imported"
@@ -4447,7 +4448,7 @@ def start_settings(given):
     # VOCAB_SIZE is checked against the data's tokenizer, and a long context need not be trained.
     del values["vocab_size"]
     values["train_seq_len"] = min(config.train_seq_len, Settings.train_seq_len)
-    return {**values, **imported_values(config, start.tokenizer.name, IMPORTED_DEFAULTS)}
+    return {**values, **imported}
 
 
 def head_rate(settings, start):

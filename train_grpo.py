@@ -3768,24 +3768,24 @@ def find_run(setting, name, out_dir):
 
 def checkpoint_to_resume(folder):
     """Return the newest whole checkpoint of an unfinished run. Raises UserError."""
-    newest, faults = newest_checkpoint(folder)
-    fault = ""
+    prefix = f"RESUME={str(folder)!r}:"
     if re.fullmatch(r"step_\d+", folder.name):
-        fault = (
-            f"is a checkpoint; must be its run, RESUME={folder.parent}, which continues from the "
-            "newest whole one"
+        raise UserError(
+            f"{prefix} is a checkpoint; must be its run, RESUME={folder.parent}, which continues "
+            "from the newest whole one"
         )
-    elif (folder / "result.json").exists():
-        fault = f"the run has ended, for it has a result.json; REPLAY={folder} repeats it"
-    elif newest is None:
-        fault = f"has no whole checkpoint step_<step>; {'; '.join(faults)}"
-    elif not (newest / "training.pt").is_file():
-        fault = (
-            f"is a model that quantize.py wrote, not a run: {newest} has no training.pt; INIT_FROM "
-            "starts from it"
+    if (folder / "result.json").exists():
+        raise UserError(
+            f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it"
         )
-    if fault:
-        raise UserError(f"RESUME={str(folder)!r}: {fault}")
+    newest, faults = newest_checkpoint(folder)  # reads all of it, so the checks above come first
+    if newest is None:
+        raise UserError(f"{prefix} has no whole checkpoint step_<step>; {'; '.join(faults)}")
+    if not (newest / "training.pt").is_file():
+        raise UserError(
+            f"{prefix} is a model that quantize.py wrote, not a run: {newest} has no training.pt; "
+            "INIT_FROM starts from it"
+        )
     return newest
 
 

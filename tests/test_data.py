@@ -686,7 +686,10 @@ def test_open_data_of_a_mixture(tmp_path):
     foreign = data.load_manifest(other)
     foreign["tokenizer"]["sha256"] = "0" * 64
     change_manifest(other, foreign)
-    refuses("^DATA_PATH=.*: shards of several tokenizers; ", f"{a}:1,{other}:1")
+    refuses(
+        "^DATA_PATH=.*: shards of several tokenizers; prepare all folders with one, see data/prepare.py --tokenizer$",
+        f"{a}:1,{other}:1",
+    )
 
 
 def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path):

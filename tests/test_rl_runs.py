@@ -520,12 +520,12 @@ FAULTS = {
     "no start": (
         None,
         {"INIT_FROM": ""},
-        "^error: INIT_FROM='': .*must be a run, a checkpoint or an art",
+        "^error: INIT_FROM='': no such file; must be a run, a checkpoint or an art",
     ),
     "no such start": (
         None,
         {"INIT_FROM": "none"},
-        "^error: INIT_FROM='none': no such file; must be a run, a check",
+        "^error: INIT_FROM='none': no such file; must be a run, a checkpoint or an art",
     ),
     "adapters and QAT": (None, {"LORA_RANK": 4, "QAT": 1}, "QAT=1: adapters are not quantized"),
     "endless run": (None, {"ITERATIONS": 0}, "or it never ends"),

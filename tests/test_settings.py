@@ -434,9 +434,9 @@ def test_a_retired_setting_is_accepted_at_the_value_of_its_constant():
         name = names.get(constant, constant)
         assert load({name: str(value)}) == load({name: f"{value:g}"}) == T.Settings()
         message = f"{name}='77': {NONE}, in which {constant} is always {value}"
-        error = refused(T, {name: "77"})
-        assert error.startswith(message) and error.endswith(hint(name))
-    assert "quantize.py pack RUN OUT --gptq DATA" in refused(T, {"GPTQ_CALIBRATION_BATCHES": "9"})
+        if constant == "GPTQ_CALIBRATION_BATCHES":
+            message += "; GPTQ is python quantize.py pack RUN OUT --gptq DATA"
+        assert refused(T, {name: "77"}) == message + hint(name)
     assert refused(T, {"BETA1": "high"}).startswith(f"BETA1='high': {NONE}, in which BETA1 is")
 
 
