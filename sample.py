@@ -3242,7 +3242,8 @@ def require_weights(tensors):
     for name, tensor in tensors.items():
         is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_nested
-        is_weight = is_plain and tensor.is_floating_point()
+        # PyTorch has few operations for floats of 8 bits.
+        is_weight = is_plain and tensor.is_floating_point() and tensor.element_size() > 1
         require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
 
 

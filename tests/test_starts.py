@@ -74,11 +74,13 @@ def changed_tensors(net):
     less = {name: w for name, w in state.items() if name != "blocks.0.mlp_scale"}
     wide = {**state, "blocks.0.mlp_scale": torch.ones(7)}
     whole = {**state, "blocks.0.mlp_scale": torch.ones(len(state["blocks.0.mlp_scale"])).int()}
+    byte = {**state, "blocks.0.mlp_scale": state["blocks.0.mlp_scale"].to(torch.float8_e4m3fn)}
     return [
         (more, "has the tensor 'blocks.0.taps' that this script does not know; " + COPY),
         (less, "lacks the tensor 'blocks.0.mlp_scale' that this script needs; " + COPY),
         (wide, "has the tensor 'blocks.0.mlp_scale' of shape (7,), which is "),
         (whole, "model.pt has no weights under 'blocks.0.mlp_scale'"),
+        (byte, "model.pt has no weights under 'blocks.0.mlp_scale'"),
     ]
 
 
@@ -86,7 +88,7 @@ def read_by_gpt(path):
     return T.read_network(T.read_stored("INIT_FROM", path))
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", range(5))
 def test_a_tensor_that_a_script_does_not_know(tmp_path, call, at):
     net = network(0)
     state, message = changed_tensors(net)[at]
