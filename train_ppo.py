@@ -844,6 +844,29 @@ def sha256_file(path):
     return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
+def check_json(value, kind, path):
+    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
+    {key: kind}.
+
+    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
+    int is 0 or more, and may stand for a float. path: what the error calls the value.
+    """
+    expected = kind if isinstance(kind, type) else type(kind)
+    is_right = type(value) is expected or (type(value), expected) == (int, float)
+    if not is_right or (expected is int and value < 0):
+        allowed = "int, 0 or more" if expected is int else expected.__name__
+        shown = "missing" if value is None else repr(value)
+        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
+    if isinstance(kind, list):
+        for i, part in enumerate(value):
+            check_json(part, kind[0], f"{path}[{i}]")
+    if isinstance(kind, dict):
+        for key, part in kind.items():
+            name = key.rstrip("?")
+            if key == name or value.get(name) is not None:
+                check_json(value.get(name), part, f"{path}.{name}")
+
+
 # === end: files ===
 
 
@@ -3058,20 +3081,6 @@ def require(condition, message):
         raise ArtifactError(message)
 
 
-def require_types(facts, kinds, source):
-    """Raise ArtifactError unless `facts` is an object with values of these types: key -> type.
-
-    An int may stand for a float, but True for no number.
-    """
-    require(isinstance(facts, dict), f"{source} must be an object")
-    for key, kind in kinds.items():
-        value = facts.get(key)
-        if type(value) is not kind and (type(value), kind) != (int, float):
-            raise ArtifactError(
-                f"{source} has {key}={value!r:.60}: must be of type {kind.__name__}"
-            )
-
-
 @contextlib.contextmanager
 def one_line(source):
     """Make an ArtifactError, one line that names the source, of whatever is raised inside.
@@ -3161,7 +3170,7 @@ class RansCoder:
 
 def check_header(header):
     """Raise ArtifactError unless a header is an object that names the model's tokenizer."""
-    require_types(header, {"meta": dict, "tokenizer_sha256": str}, "the header")
+    check_json(header, {"meta": dict, "tokenizer_sha256": str}, "the header")
     tokenizer = header["meta"].setdefault("tokenizer", "bytes")
     # It is looked for beside the model.
     is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
@@ -3181,7 +3190,7 @@ def read_artifact_header(data):
     frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
     header = json.loads(frame.read(HEADER_LIMIT))
     check_header(header)
-    require_types(header, {"streams": dict, "settings": dict}, "the header")
+    check_json(header, {"streams": dict, "settings": dict}, "the header")
     return header, file
 
 
@@ -3193,14 +3202,11 @@ def count_numbers(shape):
 def check_record(name, record):
     """Raise ArtifactError unless the header's record of a stream has values that can be meant."""
     require(re.fullmatch(r"[\w.]+", name), f"{name!r} is no name of a tensor")
-    require_types(record, {"shape": list, "dtype": str, "length": int}, repr(name))
+    check_json(record, {"shape": [int], "dtype": str, "length": int}, repr(name))
     if "scale" in record:
-        require_types(record, {"scale": float, "bits": int}, repr(name))
-    shape = record["shape"]
-    is_shape = len(shape) <= 8 and all(type(size) is int and size >= 0 for size in shape)
-    require(is_shape, f"{name!r} has a shape that is none")
+        check_json(record, {"scale": float, "bits": int}, repr(name))
+    require(len(record["shape"]) <= 8, f"{name!r} has a shape that is none")
     require(record["dtype"] in STREAM_DTYPES, f"{name!r} has a dtype that is none")
-    require(record["length"] >= 0, f"{name!r} has a length that is none")
 
 
 def read_streams(data):
@@ -3440,10 +3446,10 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    require_types(meta, {}, "meta.json")
+    check_json(meta, {}, "meta.json")
     if meta.get("shape"):
         return meta["shape"]
-    require_types(meta, {"identity": dict}, "meta.json")
+    check_json(meta, {"identity": dict}, "meta.json")
     identity = meta["identity"]
     return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
 
@@ -3465,15 +3471,17 @@ def checked_config(shape, source):
     Raises ArtifactError, which names the source, for a field that is unknown or has a wrong value.
     """
     kinds = {one.name: one.type for one in fields(GPTConfig)}
-    require_types(shape, {}, f"{source}: its settings")
+    with one_line(source):
+        check_json(shape, {}, "its settings")
     for name in shape:
         require(
             name in kinds,
             f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
         )
-    require_types(shape, {name: kinds[name] for name in shape}, source)
+    with one_line(source):
+        check_json(shape, {name: kinds[name] for name in shape}, "its settings")
     for name, value in shape.items():
-        is_small = type(value) is not int or abs(value) < 1 << 31
+        is_small = type(value) is not int or value < 1 << 31
         require(is_small, f"{source} has {name}={value!r:.30}: must be below 2**31")
     scaling = shape.get("rope_scaling") or []
     are_numbers = all(type(one) in (int, float) for one in scaling)

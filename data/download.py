@@ -103,6 +103,29 @@ def sha256_file(path):
     return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
 
 
+def check_json(value, kind, path):
+    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
+    {key: kind}.
+
+    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
+    int is 0 or more, and may stand for a float. path: what the error calls the value.
+    """
+    expected = kind if isinstance(kind, type) else type(kind)
+    is_right = type(value) is expected or (type(value), expected) == (int, float)
+    if not is_right or (expected is int and value < 0):
+        allowed = "int, 0 or more" if expected is int else expected.__name__
+        shown = "missing" if value is None else repr(value)
+        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
+    if isinstance(kind, list):
+        for i, part in enumerate(value):
+            check_json(part, kind[0], f"{path}[{i}]")
+    if isinstance(kind, dict):
+        for key, part in kind.items():
+            name = key.rstrip("?")
+            if key == name or value.get(name) is not None:
+                check_json(value.get(name), part, f"{path}.{name}")
+
+
 # === end: files ===
 
 
@@ -370,9 +393,9 @@ TOKEN_BYTES = "token_bytes.bin"
 def token_bytes(table, prev, ids):
     """Return the bytes of each token of `ids` given the token before it, int64, same shape.
 
-    table: (2, V), the bytes that each token decodes to after text, and after a token without bytes,
-    a boundary such as BOS. There it has no space that some SentencePiece models put before every
-    text. Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
+    table: (2, V), the bytes that a token decodes to. table[0]: after ordinary text. table[1]: after a
+    token without bytes such as BOS, where SentencePiece's leading space is not part of the text.
+    Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
     """
     is_boundary = table[0, prev] == 0
     return table[is_boundary.astype(int), ids]
@@ -390,62 +413,24 @@ def read_shard(path):
     return np.memmap(path, kind, "r", offset=1024)
 
 
-# What the scripts read of a manifest; what ends in "?" may be missing or null. An int is a whole
-# number from 0.
-SPLIT_FIELDS = {
+# What the scripts read of a manifest, see check_json.
+SPLIT_KINDS = {
     "shards": [{"file": str, "sha256": str}],
     "tokens": int,
     "decoded_bytes": int,
     "source_bytes?": int,  # nobody knows those of FineWeb
 }
 YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
-MANIFEST_FIELDS = {
+MANIFEST_KINDS = {
     "format": int,
     "name": str,
     "published": bool,
     "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
-    "train": SPLIT_FIELDS,
-    "val": SPLIT_FIELDS,
+    "train": SPLIT_KINDS,
+    "val": SPLIT_KINDS,
     "overlap_documents": int,
     "yardsticks?": dict.fromkeys(YARDSTICKS, float),
 }
-FIELD_NAMES = {
-    int: "a whole number from 0",
-    float: "a number",
-    str: "a string",
-    bool: "true or false",
-    list: "a list, not empty",
-    dict: "an object",
-}
-
-
-def field_faults(value, kind, path):
-    """Yield what is wrong with a JSON value that should be of a kind of MANIFEST_FIELDS."""
-    expected = kind if isinstance(kind, type) else type(kind)
-    if type(value) is not expected or value == [] or (expected is int and value < 0):
-        found = "missing" if value is None else json.dumps(value)
-        yield f"{path or 'it'} is {found:.60}, must be {FIELD_NAMES[expected]}"
-    elif expected is list:
-        for i, part in enumerate(value):
-            yield from field_faults(part, kind[0], f"{path}[{i}]")
-    elif expected is dict:
-        for key, part in kind.items():
-            name = key.rstrip("?")
-            if key == name or value.get(name) is not None:
-                yield from field_faults(value.get(name), part, f"{path}.{name}".lstrip("."))
-
-
-def manifest_faults(manifest):
-    """Yield what is wrong with the parsed text of a manifest of format 1."""
-    yield from field_faults(manifest, MANIFEST_FIELDS, "")
-    if manifest["format"] != 1:
-        yield f"format is {manifest['format']}, must be 1"
-    tokenizer = manifest["tokenizer"]
-    if tokenizer["bos_id"] >= tokenizer["vocab_size"]:
-        yield f"tokenizer.bos_id is {tokenizer['bos_id']}, must be an id below vocab_size"
-    for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
-        if Path(file["file"]).name != file["file"] or "\0" in file["file"]:
-            yield f"{file['file']!r:.60} must be the name of a file beside the manifest"
 
 
 def load_manifest(data_path):
@@ -455,21 +440,28 @@ def load_manifest(data_path):
     path = Path(data_path) / "manifest.json"
     try:
         manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        check_json(manifest, MANIFEST_KINDS, "the manifest")
+        tokenizer = manifest["tokenizer"]
+        if manifest["format"] != 1 or tokenizer["bos_id"] >= tokenizer["vocab_size"]:
+            raise UserError(
+                "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
+            )
+        for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
+            if Path(file["file"]).name != file["file"] or not file["file"].isprintable():
+                raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
+    except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(
-            f"DATA_PATH: no {path} that can be read ({error}); must be a folder that data/prepare.py "
-            "TEXTS --out FOLDER made, or of shards; data/download.py --manifest writes one for those"
+            f"{path}: {error}; DATA_PATH must be a folder that data/prepare.py TEXTS --out FOLDER "
+            "made, or one of shards, for which data/download.py --manifest writes it"
         ) from None
-    for fault in manifest_faults(manifest):
-        raise UserError(f"{path}: {fault}; data/prepare.py or data/download.py writes it anew")
     return manifest
 
 
 def counted_bytes(part):
     """Return the bytes by which a score of a manifest's split divides.
 
-    They are those that the tokens decode to, but never more than the source has: a tokenizer
-    without a piece for the space decodes to a third more.
+    They are those that the tokens decode to, but never more than the source has: the text that a
+    tokenizer without a piece for the space decodes to has a third more bytes than its source.
     """
     return min(part["decoded_bytes"], part.get("source_bytes") or math.inf)
 
@@ -517,13 +509,13 @@ def check_dataset(data_path, manifest):
         shards = manifest[split]["shards"]
         paths = [where.with_name(shard["file"]) for shard in shards]
         stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
-        if len(stream) != manifest[split]["tokens"]:
+        if len(stream) != manifest[split]["tokens"] or not shards:
             raise UserError(f"{where}: has another number of tokens than the shards of {split}")
+        if split == "val":  # training shards may be many gigabytes
+            for path, shard in zip(paths, shards, strict=True):
+                if sha256_file(path) != shard["sha256"]:
+                    raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
         streams.append(stream)
-    # Training shards are not hashed, because they may be many gigabytes.
-    for path, shard in zip(paths, shards, strict=True):
-        if sha256_file(path) != shard["sha256"]:
-            raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
     return streams
 
 

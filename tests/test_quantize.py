@@ -436,9 +436,9 @@ def test_forged_headers_are_one_line(call, place, tmp_path):
         forge(path, lie, 5)
         code, _, error = call("info", path)
         said = {
-            "settings": "the header has settings=5: must be of type dict",
-            "meta": "the header has meta=5: must be of type dict",
-            "tokenizer_sha256": "the header has tokenizer_sha256=5: must be of type str",
+            "settings": "the header.settings is 5, must be of type dict",
+            "meta": "the header.meta is 5, must be of type dict",
+            "tokenizer_sha256": "the header.tokenizer_sha256 is 5, must be of type str",
             "tokenizer": "the header's tokenizer must be a file's name",
         }[lie[-1]]
         assert code == 2 and said in error, error

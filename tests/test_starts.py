@@ -22,11 +22,11 @@ COPY = "a changed copy of a script wrote it: use that copy, or copy section `mod
 FIELDS = [
     (dict(conv_taps=4), "has the field 'conv_taps' that this script does not know; " + COPY),
     (dict(conv_taps=None), "has the field 'conv_taps' that this script does not know"),
-    (dict(model_dim="32"), "has model_dim='32': must be of type int"),
-    (dict(model_dim=True), "has model_dim=True: must be of type int"),
-    (dict(norms=7), "has norms=7: must be of type str"),
-    (dict(tie_embeddings=1), "has tie_embeddings=1: must be of type bool"),
-    (dict(gdn_shape={}), "has gdn_shape={}: must be of type list"),
+    (dict(model_dim="32"), ": its settings.model_dim is '32', must be of type int"),
+    (dict(model_dim=True), ": its settings.model_dim is True, must be of type int"),
+    (dict(norms=7), ": its settings.norms is 7, must be of type str"),
+    (dict(tie_embeddings=1), ": its settings.tie_embeddings is 1, must be of type bool"),
+    (dict(gdn_shape={}), ": its settings.gdn_shape is {}, must be of type list"),
     (
         dict(mlp="swish"),
         "has settings that make no network: ValueError(\"mlp='swish': no such kind",
@@ -110,7 +110,7 @@ def test_a_checkpoint_says_its_shape_apart(tmp_path):
     for given, fault in (
         (shape, "'conv_taps' that this"),
         ([], "lacks"),
-        (3, "its settings must be an object"),
+        (3, "its settings is 3, must be of type dict"),
     ):
         parts = {"model": net.state_dict(), "training": {}}
         T.write_checkpoint(checkpoint, parts, {**meta, "shape": given})
