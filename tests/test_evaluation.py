@@ -300,7 +300,13 @@ def test_a_token_that_is_not_scored_once_is_no_score():
 def packed_run(folder, **changes):
     """An open run with these settings, and the artifact of `tiny_network` with its codes."""
     settings = T.Settings(
-        out_dir=str(folder), run_id="a", compile=False, device="cpu", train_seq_len=16, **changes
+        out_dir=str(folder),
+        run_id="a",
+        compile=False,
+        device="cpu",
+        dtype="float32",
+        train_seq_len=16,
+        **changes,
     )
     run = T.Run(settings, runtime(), None, None, {})
     run.open()
