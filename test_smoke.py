@@ -16,7 +16,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 import train_dpo as D
 import train_gpt as T
@@ -192,22 +191,6 @@ def test_the_result_is_complete_and_consistent(place, first):
     assert 0 < result["train_seconds"] < result["total_seconds"]
     total = result["params"].pop("total")
     assert total == sum(result["params"].values())
-
-
-def test_the_score_is_that_of_the_artifact_file(place, first):
-    """The network is built here again from the file, and scored again, each window by itself."""
-    header, tensors, _ = T.read_artifact(place.of("first") / "model.upar")
-    network = T.GPT(T.GPTConfig(**header["settings"]))
-    network.load_state_dict(tensors)
-    (shard,) = sorted(place.data.glob("*_val_*.bin"))
-    tokens = torch.from_numpy(np.fromfile(shard, dtype="<u2", offset=1024).astype(np.int64))
-    nats = 0.0
-    with torch.no_grad():
-        for begin in range(0, len(tokens) - 1, 32):
-            part = tokens[begin : begin + 33]
-            logits = network(part[None, :-1])[0].double()
-            nats -= logits.log_softmax(-1).gather(1, part[1:, None]).sum().item()
-    assert nats == pytest.approx(place.result("first")["val_nats"], rel=1e-6)
 
 
 def sample(**settings):

@@ -452,15 +452,6 @@ def test_files_without_rows_are_refused(name, tmp_path):
 TALK = [(SYSTEM, "s"), (USER, "hi é"), (ASSISTANT, "ho"), (USER, ""), (ASSISTANT, "<|end|>")]
 
 
-def test_ids_of_turns_by_hand():
-    ids, counts = F.turn_ids(BYTES, TALK[:3])
-    question = [byte + 4 for byte in "hi é".encode()]
-    assert ids == [1, 260, 119, 263, 261, *question, 263, 262, 108, 115, 263]
-    assert counts == [False] * (1 + 3 + 7 + 1) + [True] * 3  # "ho" and its end, not the role token
-    assert F.turn_ids(BYTES, [("", "ab")]) == ([1, 101, 102, 1], [False, True, True, True])
-    assert F.turn_ids(BYTES, []) == ([1], [False])
-
-
 @pytest.fixture(params=["bytes", "own", "prefix", "tiktoken"])
 def tokenizer(request, tmp_path, monkeypatch):
     """Return one with role tokens: of its own, or four more."""
@@ -529,27 +520,6 @@ def test_a_network_grows_by_role_tokens_and_is_found_again(tied, tmp_path):
         assert tokenizer.sha256 == bare.sha256 and not hasattr(loaded, "w_value")
         is_packed = path in (artifact, artifact.parent)
         assert torch.equal(loaded.embed, values["embed"] if is_packed else net.embed)
-
-
-def test_a_tokenizer_with_roles_grows_nothing():
-    net = network(0)
-    assert F.grow_roles(net, BYTES) is BYTES and len(net.embed) == net.config.vocab_size == 264
-
-
-def test_a_value_head_goes_through_checkpoint_and_artifact(tmp_path):
-    net, ids = network(0), torch.tensor([[1, *range(70, 110)]])
-    S.add_value_head(net)
-    assert net.w_value.shape == (32,) and not net.w_value.any() and net.w_value.requires_grad
-    with torch.no_grad():
-        net.w_value.normal_()
-    place, (artifact, _) = save(tmp_path / "run", 5, net), pack(tmp_path / "packed", net)
-    found, *_ = S.load_model("ARTIFACT", str(place))
-    with torch.no_grad():
-        assert torch.equal(found.w_value, net.w_value)
-        assert torch.equal(found.features(ids) @ found.w_value, net.features(ids) @ net.w_value)
-        assert torch.equal(found(ids), net(ids))  # the head changes no logit
-    packed, *_ = S.load_model("ARTIFACT", str(artifact))
-    torch.testing.assert_close(packed.w_value, net.w_value, rtol=1e-3, atol=1e-6)
 
 
 # --------------------------------------------------------------------------------------------- chat

@@ -1,11 +1,9 @@
 """tools/experiments/critic.py: bytes counted by hand, what it prints."""
 
-import json
-
 import pytest
 
 import train_gpt as T
-from conftest import environment, load_tool, start
+from conftest import load_tool
 
 critic = load_tool("experiments/critic")
 
@@ -64,19 +62,3 @@ def test_bytes_by_hand(optimizer, tied):
         assert row["total"] == sum(expected[row["method"]])
         ppo = "LoRA PPO, reference" if "LoRA" in row["method"] else "PPO, reference"
         assert row["of_ppo"] == row["total"] / sum(expected[ppo])
-
-
-def test_the_command(tmp_path):
-    lines = [f"{name.upper()}={value}\n" for name, value in TINY.items()]
-    (tmp_path / "tiny.env").write_text("".join(lines))
-    words = f"--optimizers adamw --config {tmp_path}/tiny.env --out {tmp_path}/out.json --set"
-    done = start([critic.__file__, *words.split(), "VOCAB_SIZE=64"], environment())
-    policy = POLICY + 32 * 64
-    said = f"{policy:,} parameters, 64 tokens, float32 everywhere, LoRA rank 8\n"
-    assert done.stdout.startswith(said), done.stderr
-    assert (
-        "\nadamw: 44.5% with a reference and 55.6% without, if PPO has a reference; " in done.stdout
-    )
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    weights = {row["method"]: row["weights"] for row in rows}
-    assert weights["GRPO or GSPO"] == 4 * policy

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sentencepiece
-from test_data import HARD_TEXTS, data, gpt2_file, needs_shared, tokenized, train_model, write_shard
+from test_data import HARD_TEXTS, data, fake_encoding, tokenized, train_model, write_shard
 
 from conftest import ROOT, environment, load_script, refusal, start
 
@@ -319,9 +319,9 @@ def test_bad_servers(server, tmp_path, monkeypatch):
     refuses(message, download.fetch, server.url + path, tmp_path / "a.bin")
 
 
-@needs_shared
-def test_gpt2_shards_and_their_tokenizer(server, tmp_path):
-    ranks, out = gpt2_file(tmp_path), tmp_path / "out"
+def test_gpt2_shards_and_their_tokenizer(server, tmp_path, monkeypatch):
+    """By a tokenizer of 258 ranks in the place of GPT-2's."""
+    ranks, out = fake_encoding(monkeypatch, download, tmp_path), tmp_path / "out"
     tokenizer = download.load_tokenizer(ranks)
     texts = {"val_000000": HARD_TEXTS, "train_000001": ["one"], "train_000002": HARD_TEXTS[:2]}
     server.files = {}
@@ -331,7 +331,7 @@ def test_gpt2_shards_and_their_tokenizer(server, tmp_path):
     words = f"--variant gpt2 --train-shards 2 --out {out} --tokenizer {ranks}".split()
     download.run([*words, "--base-url", server.url])
     names = [
-        "gpt2.tiktoken",
+        ranks.name,
         "manifest.json",
         "token_bytes.bin",
         *(path[1:] for path in server.files),

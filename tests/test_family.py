@@ -2,7 +2,6 @@
 one graph.
 """
 
-import contextlib
 import dataclasses
 import math
 
@@ -340,40 +339,3 @@ def test_one_graph_without_breaks(choice, recompute):
         for name, param in net.named_parameters():
             scale = expected[name].abs().max()
             assert (param.grad - expected[name]).abs().max() < 1e-4 * scale + 1e-6, name
-
-
-@pytest.fixture(scope="module")
-def both():
-    """One network, and the same compiled to machine code."""
-    net = network("swiglu", torch.float32)
-    return net, torch.compile(net, dynamic=False, fullgraph=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", T.OPTIMIZER_PRESETS)
-def test_each_optimizer_trains_alike_compiled_and_eager(both, kind):
-    """Six steps from the same weights, quantized in the last two; one graph serves all."""
-    net, model = both
-    values = {"matrix_lr": 0.02, **T.OPTIMIZER_PRESETS[kind]}
-    settings = dataclasses.replace(
-        SETTINGS, optimizer=kind, **{**values, "matrix_lr": values["matrix_lr"] / 4}
-    )
-    start = network("swiglu", torch.float32).state_dict()
-    losses, good = {}, torch.tensor(True)
-    for name, run in (("eager", net), ("compiled", model)):
-        net.load_state_dict(start)
-        alone = T.Runtime(0, 1, torch.device("cpu"), False)
-        optimizers = T.make_optimizers(net, settings, T.HEAD_LR, alone)
-        table = {"matrix": quantizer(6, 12.85), "embedding": quantizer(8, 20.0)}
-        losses[name] = []
-        for step in range(6):
-            ids = tokens(step)
-            with T.quantized(net, table) if step >= 4 else contextlib.nullcontext():
-                loss = run(ids, ids.roll(-1, 1)).mean()
-                loss.backward()
-            T.step_optimizers(optimizers, 1.0, good)
-            net.zero_grad(set_to_none=False)
-            losses[name].append(loss.item())
-    assert losses["compiled"] == pytest.approx(losses["eager"], rel=2e-3)
-    assert losses["compiled"][:4] == pytest.approx(losses["eager"][:4], rel=2e-5)
-    assert len(set(losses["eager"])) == 6

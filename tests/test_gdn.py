@@ -88,21 +88,6 @@ def oracle(inputs):
     return run(gdn_recurrent, [x.double() for x in inputs])
 
 
-def test_recurrence_against_numpy():
-    """A second implementation with explicit matrices: S_t = (I - b k k^T) a S_{t-1} + b k v^T."""
-    inputs = make_inputs("negative eigenvalues", torch.float64, t=9)
-    o, last = gdn_recurrent(*inputs)
-    q, k, v, g, beta, state = (x.numpy() for x in inputs)
-    for b, h in np.ndindex(2, 2):
-        s = state[b, h]
-        for t in range(9):
-            key = k[b, t, h][:, None]
-            transition = np.eye(16) - beta[b, t, h] * key @ key.T
-            s = np.exp(g[b, t, h]) * transition @ s + beta[b, t, h] * key @ v[b, t, h][None]
-            np.testing.assert_allclose(o[b, t, h].numpy(), s.T @ q[b, t, h], rtol=1e-12, atol=1e-13)
-        np.testing.assert_allclose(last[b, h].numpy(), s, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("form", [gdn_recurrent, gdn.gdn_chunk])
 def test_closed_forms(form):
     """With beta = 1 and g = 0 orthonormal keys are a dictionary, and writing under a key again

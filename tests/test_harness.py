@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from test_models import make, train_tokenizer
-from test_quantize import network, save
 
 import sample as S
 from conftest import ROOT, blocks, environment, write_lines
@@ -210,28 +209,3 @@ def test_published_tasks(harness):
     assert 0 < hits < 1 and figures["acc,none"] == pytest.approx(hits)
     nats = -statistics.fmean(logp for logp, _ in scores)
     assert figures["perplexity,none"] == pytest.approx(math.exp(nats), rel=1e-3)
-
-
-def test_a_network_with_its_own_code(tmp_path):
-    """A GDN-hybrid of our own, which transformers runs with the code of its export."""
-    net = network(num_layers=4, train_seq_len=CONTEXT, embed_init_std=0.5)
-    save(tmp_path / "base", net)
-    run("python quantize.py export base exported", tmp_path)
-    rng = np.random.default_rng(0)
-    questions = []
-    for number in range(30):
-        choices = [" ".join(rng.choice(WORDS, rng.integers(1, 4))) for _ in range(3)]
-        questions.append((" ".join(rng.choice(WORDS, 4)), choices, number % 3))
-    (tmp_path / "tasks").mkdir()
-    rows = [{"query": query, "choices": c, "gold": gold} for query, c, gold in questions]
-    write_lines(tmp_path / "tasks/capitals.jsonl", rows)
-    [task] = blocks("scoring.md", "yaml")
-    (tmp_path / "tasks/capitals.yaml").write_text(task)
-    command = guide_commands()[-1]
-    own_code = command.replace(
-        "pretrained=exported,", "pretrained=exported,trust_remote_code=True,"
-    )
-    assert own_code != command
-    run(own_code, tmp_path)
-    names = check_choices((tmp_path, net, S.load_tokenizer("bytes")), "capitals", questions)
-    assert "acc" in names

@@ -127,24 +127,6 @@ def test_scale_rank_and_first_values():
     assert torch.allclose(net.mixers[0].w_qkvg, weight.original + 0.25 * a.sum(0), atol=1e-6)
 
 
-def test_counts_against_the_closed_form():
-    dim, hidden, rank = 32, 64, 3
-    net = network()
-    before = sum(param.numel() for param in net.parameters())
-    assert sizes(net) == (before, before)
-    S.setup_lora_adapter(net, rank=rank)
-    gdn, attention = (
-        (4 * dim + dim) + (dim + dim),
-        (2 * dim + dim) + (dim + dim),
-    )  # rows + columns of w_qkvg, w_o
-    added = rank * (
-        2 * gdn + 2 * attention + 5 * 2 * (dim + hidden)
-    )  # of g s1 g a s1: four mixers, five MLPs
-    assert sizes(net) == (before + added, before + added)
-    assert sizes(train_only(net)) == (added, before + added)
-    assert sizes(S.merge_lora(net.requires_grad_(True))) == (before, before)
-
-
 def test_matrices_of_mixers_and_mlps_have_adapters():
     net = network(layer_pattern="g1 g1 a", mlp="bio_soft", bigram_vocab_size=64)
     matrices = [name for name, _ in net.named_parameters() if ".w_" in name]

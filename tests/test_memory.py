@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from conftest import ROOT, environment, load_script, load_tool, start
+from conftest import ROOT, load_script, load_tool
 
 memory = load_tool("experiments/memory")
 ALONE = (0, 1, torch.device("cpu"), False)
@@ -190,11 +190,3 @@ def test_the_command(monkeypatch, capsys):
     assert len(lines) == 3 and lines[2].startswith(
         "| train_sft | QAT=0 LORA_RANK=2 EMA=0 SWA=0 | 0."
     )
-
-
-def test_what_is_not_there_is_refused():
-    done = start([memory.__file__, "--model", "Qwen9"], environment())
-    assert done.returncode == 2 and "invalid choice: 'Qwen9'" in done.stderr
-    words = "--script train_sft --set GROUP_SIZE=8".split()
-    done = start([memory.__file__, *words], environment())
-    assert done.returncode == 1 and done.stderr.startswith("error: GROUP_SIZE")

@@ -19,7 +19,7 @@ import sample
 import train_gpt as T
 import train_grpo
 import train_sft as S
-from conftest import ROOT, Place, environment, start, write_lines
+from conftest import ROOT, environment, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 264  # of the tokenizer "bytes"
@@ -617,30 +617,6 @@ def test_an_imported_model_is_trained_and_exported(transformers, imported, call)
             ids = texts()
             assert (network(ids) - theirs(ids).logits).abs().max() < 1e-4
             assert (network(ids) - load(out)(ids)).abs().max() > 1e-2
-
-
-@pytest.mark.full
-def test_an_imported_model_is_trained_in_shards_and_exported(transformers, imported):
-    """Two ranks train Qwen3.5 with SHARD=1. What is exported has the logits of the checkpoint."""
-    _, folder, out = imported("qwen3_5")
-    rows = [dict(prompt=str(i), answer=str(i)) for i in range(99)]
-    rows = write_lines(folder.parent / "rows.jsonl", rows)
-    tiny = dict(ITERATIONS=3, MAX_WALLCLOCK_SECONDS=0, RESERVE_SECONDS=0, TRAIN_SEQ_LEN=64)
-    tiny |= dict(INIT_FROM=out, TRAIN_FILES=rows, TRAIN_BATCH_TOKENS=256, EVAL_PROMPTS=4)
-    place = Place(folder.parent, None, tiny, "train_sft")
-    place.run("whole")
-    place.ranks("sharded", SHARD=1)
-    assert place.logged("sharded", "nats") == pytest.approx(place.logged("whole", "nats"), rel=1e-5)
-    imported.run("export", place.of("sharded"), folder.parent / "back", "--like", folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        folder.parent / "back", dtype=torch.float32
-    )
-    network = load(place.of("sharded") / "step_000003")
-    with torch.no_grad():
-        ids = texts()
-        # The four rows of role tokens are the network's alone.
-        assert (network(ids)[..., :VOCAB] - theirs(ids).logits[..., :VOCAB]).abs().max() < 1e-3
-        assert (network(ids)[..., :VOCAB] - load(out)(ids)).abs().max() > 1e-2
 
 
 def check_adapters(imported, call, folder, run):

@@ -740,30 +740,6 @@ def test_use_in_a_program(monkeypatch, float32):
     assert len(judged.train()) == 3
 
 
-def test_training_raises_the_reward(float32, monkeypatch):
-    """Two bytes, whatever the prompt: from a network that knows nothing, above half of them soon are small letters."""
-    monkeypatch.setattr(P, "ADAM_EPS", 1e-8)
-    own = trainer(
-        policy("a"),
-        prompts_per_step=8,
-        group_size=8,
-        max_new_tokens=2,
-        mini_batches=2,
-        learning_rate=0.03,
-        iterations=20,
-    )
-    own.dataset = [str(number) for number in range(8)]
-    rewards = [
-        step["reward"]
-        for step in own.train(
-            lambda queries, texts: [
-                sum(c in "abcdefghijklmnopqrstuvwxyz" for c in text) / 2 for text in texts
-            ]
-        )
-    ]
-    assert statistics.mean(rewards[:2]) < 0.25 and statistics.mean(rewards[-2:]) > 0.5
-
-
 # --------------------------------------------------------------------------------------------------------------- ranks
 def test_two_ranks_are_one(float32, monkeypatch):
     loss, loss_of = P.ppo_loss, {}

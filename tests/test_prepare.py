@@ -605,24 +605,6 @@ def slow_count_nats(train, val, vocab_size):
     return nats
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "train_count", "val_count"),
-    [(2, 30, 20), (60, 500, 300), (300, 90, 80)],
-)
-def test_count_models_are_those_of_a_slow_implementation(vocab_size, train_count, val_count):
-    for seed in range(4):
-        rng = random.Random(seed)
-        weights = [1 / (1 + rank) for rank in range(vocab_size)]
-        train, val = (
-            rng.choices(range(vocab_size), weights, k=count) for count in (train_count, val_count)
-        )
-        expected = slow_count_nats(train, val, vocab_size)
-        found = prepare.count_model_nats(
-            np.array(train, dtype=np.uint16), np.array(val, dtype=np.int64), vocab_size
-        )
-        assert found == pytest.approx(expected[1:], rel=1e-12, abs=1e-9)
-
-
 def test_yardsticks_are_those_of_the_text(tmp_path):
     rng = random.Random(0)
     vocabulary = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(40)]

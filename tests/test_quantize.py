@@ -723,17 +723,6 @@ def test_the_guides_other_commands_run(named):
     assert "qat" not in results["nearest"]["phases"]
 
 
-def test_bits_of_a_normal_tensor_are_those_of_the_guide():
-    """Log2(2 pi e) / 2 - log2(d), for steps of d sigmas."""
-    normal = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
-    for kind, step, bits in (("matrix", 0.258, 4.0), ("embedding", 0.047, 6.5)):
-        codes, scale = T.quantize(normal, **T.quant_table(T.Settings())[kind])
-        share = np.bincount(codes.numpy().ravel().astype(int) + 128) / normal.numel()
-        entropy = -(share[share > 0] * np.log2(share[share > 0])).sum()
-        assert scale.item() == pytest.approx(step, rel=0.01)
-        assert entropy == pytest.approx(bits, abs=0.06)
-
-
 def reseal(folder):
     """Write SHA256SUMS of what the folder has now."""
     files = sorted(path for path in folder.iterdir() if path.name != "SHA256SUMS")

@@ -690,31 +690,3 @@ def test_a_score_that_is_not_finite_is_an_error(place, tmp_path, monkeypatch, ca
     assert scores[str(bad)]["bpb"] is None and scores[str(good)]["nats"] == 3
     assert "bpb:nan" in capsys.readouterr().out
     assert S.not_finite({"a": [0.1, None, math.inf], "b": [0.1, None, None], "c": 3}) == ["a"]
-
-
-EXTREMES = [
-    ("PROMPT=\udcff", "PROMPT='\\udcff': must be UTF-8"),
-    ("PROMPT=a SYSTEM=\ud800", "SYSTEM='\\ud800': must be UTF-8"),
-    ("PROMPT=a TOP_P=0", "TOP_P=0.0: must be a number from 1e-09 to 1.0"),
-    ("PROMPT=a MAX_NEW_TOKENS=0", "MAX_NEW_TOKENS=0: must be a whole number from 1"),
-    ("PROMPT=a SEED=-1", "SEED=-1: must be "),
-    ("MODE=score SCORE_PATH=a SCORE_FILE=.", "SCORE_FILE='.': must be a file, not a folder"),
-    ("PROMPT=a TEMPERATURE=1e-40", ""),
-    ("PROMPT=a TOP_K=1000000", ""),
-    ("PROMPT=a TEMPERATURE=100 TOP_P=1e-9", ""),
-    ("PROMPT=\x00 MAX_NEW_TOKENS=100", ""),
-    ("PROMPT= NUM_SAMPLES=3", ""),
-]
-
-
-@pytest.mark.parametrize(("command", "message"), EXTREMES)
-def test_extreme_settings_are_a_line_or_right(place, monkeypatch, capsys, command, message):
-    monkeypatch.setattr(S, "ROOM", 8)
-    given = dict(pair.split("=") for pair in command.split(" "))
-    given = {"ARTIFACT": str(place / "main"), "DEVICE": "cpu", **given}
-    monkeypatch.setattr(sys, "argv", ["sample.py"])
-    monkeypatch.setattr(S.os, "environ", given)
-    code = S.exit_code(S.main)
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}") if message else error == ""
-    assert code == (2 if message else 0)

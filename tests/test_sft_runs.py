@@ -153,18 +153,6 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     assert [event["event"] for event in place.result("stopped")["events"]] == ["resume"]
 
 
-def test_replayed_to_the_same_byte(place, straight):
-    place.run("replayed", **{**place.unset, "REPLAY": place.of(straight), "SAVE_EVERY": 0})
-    place.same("replayed", straight)
-
-
-def test_resumed_with_other_rows_is_an_error(place, tmp_path):
-    rows = write_lines(tmp_path / "rows.jsonl", rows_of(100))
-    place.run("other rows", stop_at(0), 128 + signal.SIGTERM, TRAIN_FILES=rows)
-    write_lines(rows, rows_of(101))
-    assert ": DATA_SHA256='" in place.refused("other rows", **{**place.unset, "RESUME": "run"})
-
-
 def test_two_ranks_learn_the_same(place, straight):
     """As one process in its first steps, but for the order of sums."""
     place.ranks("on 2", ITERATIONS=4, SWA=0, QAT=0)

@@ -122,15 +122,6 @@ def test_encodings_are_those_of_tokenizers(ours, theirs):
     assert len(tokenizer.encode("!!")) == 1
 
 
-def test_logits_are_those_of_transformers(ours, theirs):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    ids = torch.tensor(ours[1].encode(text)[:400]).view(2, 200)
-    with torch.no_grad():
-        expected = theirs[0](ids).logits
-        assert 10 < expected.abs().max() < 60
-        assert (ours[0](ids) - expected).abs().max() < 1e-3
-
-
 TALKS = (
     ["What is the capital of France?"],
     ["Hi!", "Hello, how can I help?", "Name three colours.\n"],

@@ -31,15 +31,6 @@ def rewards_of(task, prompt, answer, texts):
 
 
 # ---------------------------------------------------------------------------- problems and checkers
-@pytest.mark.parametrize("task", sorted(D.TASKS.keys() - {"story"}))
-def test_answers_are_right_and_what_is_near_them_is_wrong(task):
-    problems = D.make_problems(task, 300, 0)
-    assert len(dict(problems)) == 300
-    for prompt, answer in problems:
-        near = [answer[:-1], answer + "1", answer + "=", "", f"{prompt}\n{answer}"]
-        near += [f"{answer}\n{answer}", f"{answer}<|end|>"]
-        texts = [answer, f" {answer}\n", *near]
-        assert rewards_of(task, prompt, answer, texts) == [1.0, 1.0] + [0.0] * len(near)
 
 
 def test_answers_equal_those_of_a_brute_force():
@@ -614,11 +605,3 @@ def test_a_reward_that_names_no_function_is_refused(spec, tmp_path, monkeypatch)
         (tmp_path / name).write_text("number = 1\ndef score(**columns): return [0.0]")
     message = f"REWARD={spec!r}: must be exact, or path.py:function with such a function"
     assert refusal(G.UserError, "", G.load_rewards, spec).startswith(message)
-
-
-def test_the_rewards_of_the_tasks_are_loaded_by_name():
-    path = ROOT / "data" / "tasks.py"
-    for name in ("gsm8k", "gsm8k_strict", "coin"):
-        columns = dict(prompts=["1+2+3"], completions=["it is 6"], answer=["#### 6"])
-        (reward,) = G.load_rewards(f"{path}:{name}")
-        assert reward.function(**columns) == getattr(D, name)(**columns)
