@@ -87,6 +87,7 @@ def test_loss_rate_and_phases_of_a_run(place, first):
     # A warmdown over the last half, in which no step has a rate of 0.
     rates = [min(1.0, (31 - step) / 15) for step in range(1, 31)]
     assert list(place.logged("first", "lr_mul").values()) == pytest.approx(rates, abs=1e-4)
+    assert min(place.logged("first", "grad_norm").values()) > 0
     expected = zip(PHASES, (0.0, 0.5, 0.85, 0.9, 0.85), (1, 16, 26, 28, 26), strict=True)
     phases = place.result("first")["phases"]
     for name, begin, step in expected:

@@ -2638,7 +2638,7 @@ class StepReport:
     """What rank 0 knows about a step. It arrives one step late, so that no step waits for it."""
 
     loss: float  # mean over the global batch, in nats
-    finite: bool  # whether loss and gradients were finite; if not, the update was masked
+    grad_norm: float  # before clipping; if it or the loss is not finite, the update was masked
     stop_requested: bool  # whether any rank got a signal
     seconds: float  # training clock of rank 0 when it had queued the whole step
 
@@ -2663,7 +2663,7 @@ class Clock(Saved):
         self.started = None  # perf_counter when it was last started; None while it stands still
         self.seconds = [0.0]  # rank 0's seconds at the end of each reported step
         self.used = []  # progress of each step, for a replay
-        self.packet = None  # report on its way: loss, skip, stop, seconds
+        self.packet = None  # report on its way: loss, norm, stop, seconds
         self.arrived = None  # CUDA event: the packet is on the host
 
     def elapsed(self):
@@ -2690,10 +2690,10 @@ class Clock(Saved):
         yield
         self.start()
 
-    def send_report(self, loss, skip, stop):
-        """Start to send rank 0's report of the step that ends here; skip, stop: above 0 is yes."""
+    def send_report(self, loss, norm, stop):
+        """Start to send rank 0's report of the step that ends here; stop: above 0 is yes."""
         seconds = torch.full_like(loss, self.elapsed(), dtype=torch.float64)
-        packet = torch.stack([loss, skip, stop, seconds])
+        packet = torch.stack([loss, norm, stop, seconds])
         if self.runtime.distributed:
             dist.broadcast(packet, src=0)
         self.packet = packet.to("cpu", non_blocking=True)
@@ -2714,10 +2714,10 @@ class Clock(Saved):
         """
         if self.packet is None:
             return None
-        loss, skip, stop, seconds = self.arrived_packet()
+        loss, norm, stop, seconds = self.arrived_packet()
         self.packet = None
         self.seconds.append(seconds)
-        return StepReport(loss, skip == 0, stop > 0, seconds)
+        return StepReport(loss, norm, stop > 0, seconds)
 
     def median_step(self):
         """Return the median seconds of the last nine steps: a stall does not move it, a drift does.
@@ -2763,11 +2763,12 @@ class Clock(Saved):
         return "replay" if self.replay else "iterations"
 
 
+QAT_START = 0.85  # rounding makes steps slower, and the last steps suffice to adapt the weights
 # Phases that settings switch on begin at these shares of the run.
 PHASE_STARTS = {
-    "ema": 0.85,  # earlier weights would be forgotten, and have not seen the quantizer
+    "ema": QAT_START,  # weights from before QAT have not seen the quantizer
     "swa": 0.9,  # a plain average forgets nothing: it begins when the learning rate is low
-    "qat": 0.85,  # rounding makes steps slower, and the last steps suffice to adapt the weights
+    "qat": QAT_START,
 }
 EMA_MEMORY = 0.02  # share of the run after which weights count 1 / e in the average
 # The warm-up begins here: the length of the first step is unknown, and at 0 it would be wasted.
@@ -4288,7 +4289,7 @@ def log_step(run, metrics, loss_name="loss"):
     if report.stop_requested:
         run.ended = "signal"
     times = {"train_time": 1000 * report.seconds, "step_avg": 1000 * report.seconds / run.step}
-    values = {loss_name: report.loss, **metrics, **times}
+    values = {loss_name: report.loss, "grad_norm": report.grad_norm, **metrics, **times}
     run.log.metrics(run.step, values, run.clock.budget - report.seconds)
 
 
@@ -4298,7 +4299,7 @@ def count_skipped(run, report):
     Raises FloatingPointError for MAX_SKIPPED_STEPS of them in a row, and for a weight that is not
     finite, which no later step can mend.
     """
-    if report.finite:
+    if math.isfinite(report.loss) and math.isfinite(report.grad_norm):
         run.skipped_in_a_row = 0
         return
     run.skipped_steps += 1
@@ -6042,11 +6043,11 @@ class PolicyTrainer:
 def update_metrics(names, updates, seconds):
     """Return means over the updates of a step, and over their tokens of the sums with these names.
 
-    updates: of each, norm of the gradient, whether it was skipped, loss, tokens, and the sums.
+    updates: of each, norm of the gradient, loss, tokens, and the sums.
     """
-    norm, bad, loss, tokens, *sums = torch.stack(updates).double().cpu().T  # (updates,) each
+    norm, loss, tokens, *sums = torch.stack(updates).double().cpu().T  # (updates,) each
     metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
-    metrics["bad"] = bad.sum().item()
+    metrics["bad"] = (norm + loss).isfinite().logical_not().sum().item()  # were skipped
     metrics["train_tok_s"] = tokens.sum().item() / seconds
     for name, values in zip(names, sums, strict=True):
         metrics[name] = (values.sum() / tokens.sum().clamp(min=1)).item()
@@ -6684,11 +6685,11 @@ class GRPOTrainer(PolicyTrainer):
                     sums += torch.stack(parts)
             clip = settings.grad_clip_norm
             norm, sums = reduce_gradients(self.trained.values(), runtime, clip, sums)
-            finite = torch.isfinite(norm)
+            finite = torch.isfinite(norm + sums[0])  # the gradient and the loss
             # Where nothing has a gradient, momentum alone would move the weights.
             if norm != 0:
                 step_optimizers(self.optimizers, multiplier, finite)
-            updates.append(torch.cat([torch.stack([norm, ~finite]), sums]))
+            updates.append(torch.cat([norm[None], sums]))
         names = "entropy clip_active clip_outside log_ratio kl sampler_gap".split()
         return update_metrics(names, updates, time.perf_counter() - begin)
 
@@ -6798,9 +6799,9 @@ def main():
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
-        report = [updates["loss"], updates["bad"], stop_signal.number]
-        loss, bad, stop = torch.tensor(report, device=runtime.device)
-        clock.send_report(loss, bad, runtime.sum(stop))
+        report = [updates["loss"], updates["grad_norm"], stop_signal.number]
+        loss, norm, stop = torch.tensor(report, device=runtime.device)
+        clock.send_report(loss, norm, runtime.sum(stop))
         run.step += 1
 
         is_silent = is_silent and metrics["zero_variance"] == 1

@@ -424,7 +424,7 @@ def unread_fields(source):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             read.add(node.attr)
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PHASE_STARTS":
-            read |= ast.literal_eval(node.value).keys()
+            read |= {key.value for key in node.value.keys}
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
             read |= {name.value for name in node.args if isinstance(name, ast.Constant)}
     return sorted(set(settings_fields(source)) - read)

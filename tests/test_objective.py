@@ -506,7 +506,7 @@ def report_clips(M, patch):
     original = M.update_metrics
 
     def update_metrics(names, updates, seconds):
-        _, _, _, tokens, *sums = torch.stack(updates).double().T
+        _, _, tokens, *sums = torch.stack(updates).double().T
         at = names.index("clip_active")
         tokens = tokens.clamp(min=1)
         clips = torch.stack([sums[at] / tokens, sums[at + 1] / tokens], dim=1).tolist()

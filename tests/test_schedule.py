@@ -53,7 +53,7 @@ def run(cfg, step_seconds, replay=()):
         multipliers.append(plan.rates(progress))
         now.seconds += step_seconds(step, now.seconds - start)
         clock.previous_report()
-        clock.send_report(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
+        clock.send_report(torch.tensor(1.0), torch.tensor(0.5), torch.tensor(0.0))
         step += 1
         assert step < 100_000
     return plan, clock, multipliers, now.seconds - start
@@ -274,7 +274,7 @@ def test_a_resumed_run_goes_on_where_it_was(now, tmp_path):
         begun = plan.begin_phases(number, progress)
         now.seconds += 5.5 + number % 3
         report = clock.previous_report()
-        clock.send_report(torch.tensor(1.0 + number), torch.tensor(False), torch.tensor(0.0))
+        clock.send_report(torch.tensor(1.0 + number), torch.tensor(0.5), torch.tensor(0.0))
         return progress, begun, report
 
     for number in range(7):
@@ -327,19 +327,19 @@ def test_reports_arrive_one_step_late(now):
     clock.start()
     assert clock.previous_report() is None
     now.seconds += 2.0
-    clock.send_report(torch.tensor(3.5), torch.tensor(True), torch.tensor(15.0))
+    clock.send_report(torch.tensor(3.5), torch.tensor(math.inf), torch.tensor(15.0))
     with clock.paused():
         now.seconds += 50.0  # validation: the clock stands still
     assert clock.previous_report() == T.StepReport(
-        loss=3.5, finite=False, stop_requested=True, seconds=2.0
+        loss=3.5, grad_norm=math.inf, stop_requested=True, seconds=2.0
     )
     assert clock.seconds[-1] == 2.0
     assert clock.previous_report() is None
     assert clock.elapsed() == 2.0 and clock.limit == 110.0  # the reserve included
     now.seconds += 1.0
-    clock.send_report(torch.tensor(2.5), torch.tensor(False), torch.tensor(0.0))
+    clock.send_report(torch.tensor(2.5), torch.tensor(0.5), torch.tensor(0.0))
     assert clock.previous_report() == T.StepReport(
-        loss=2.5, finite=True, stop_requested=False, seconds=3.0
+        loss=2.5, grad_norm=0.5, stop_requested=False, seconds=3.0
     )
 
 
@@ -350,7 +350,7 @@ def test_progress_counts_the_step_on_its_way_and_the_coming_one(now):
         clock.progress(step)
         clock.previous_report()
         now.seconds += 10.0 if step == 0 else 2.0
-        clock.send_report(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
+        clock.send_report(torch.tensor(1.0), torch.tensor(0.5), torch.tensor(0.0))
     assert clock.seconds == [0.0, 10.0, 12.0, 14.0]  # that of the step ending at 16 is on its way
     assert clock.median_step() == 2.0
     assert clock.progress(4) == pytest.approx(0.18)
@@ -409,7 +409,7 @@ while not clock.is_last(step):
     plan.begin_phases(step, clock.progress(step))
     T.time.seconds += [0.25, 0.9][runtime.rank] * (1 + step % 3)
     clock.previous_report()
-    clock.send_report(torch.tensor(1.0), torch.tensor(False), torch.tensor(0.0))
+    clock.send_report(torch.tensor(1.0), torch.tensor(0.5), torch.tensor(0.0))
     step += 1
 print(json.dumps([step, clock.used, plan.phases]))
 runtime.leave()
