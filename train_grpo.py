@@ -2968,11 +2968,14 @@ def quantize(w, bits, clip_sigmas):
     return (w / scale[..., None]).round_().to(torch.int32), scale
 
 
-def quant_table(settings):
-    """Return the quantizers that a run begins with: tensor class -> arguments of `quantize`."""
+def quant_table(settings, widen=1.0):
+    """Return the quantizers of a run: tensor class -> arguments of `quantize`.
+
+    widen: factor by which all steps are larger than the settings say, to meet a limit of bytes.
+    """
     return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS},
-        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS},
+        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS * widen},
+        "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS * widen},
     }
 
 
@@ -3063,7 +3066,8 @@ def count_parameters(network):
 #   a quantized tensor          with "scale" and "bits": symbols int8, or words u16
 #
 # A symbol is the code itself from -127 to 127, and otherwise -128, an escape: the next number of
-# `escapes` is the code. Version 9 had neither escapes nor such codes, and is read as well.
+# `escapes` is the code. Version 9, of the records of 2026-11-25, had no such codes, and no stream
+# `escapes`.
 #
 # Words are of range ANS (Duda, arXiv:1311.2540) in interleaved lanes: code i of a tensor is in lane
 # i % lanes. The states run on from tensor to tensor, and end at 2**16. In trained matrices rows
@@ -3071,18 +3075,18 @@ def count_parameters(network):
 # normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which saves 5% of
 # the bytes (docs/lab.md, 2026-11-21).
 #
-# A reader holds sizes against the bytes of the file before it allocates anything: see the limits
-# below. Where nearly all weights are 0, so that they take less, zeros follow the last stream.
+# A reader compares all sizes with the length of the file before it allocates. A file may have
+# FREE_NUMBERS numbers, and NUMBERS_PER_BYTE more for each of its bytes. Where nearly all weights
+# are 0 they take fewer bytes than that; then zeros follow the last stream.
 ARTIFACT_PREFIX = struct.Struct("<8sII")
 ARTIFACT_MAGIC = b"UNDERPAR"
 ARTIFACT_VERSION = 10
-READABLE_VERSIONS = (9, ARTIFACT_VERSION)
+READABLE_VERSIONS = (9, 10)
 HEADER_LIMIT = 1 << 20  # bytes of its JSON
-FREE_NUMBERS = 1 << 24  # that any file may have, and beside them
-NUMBERS_PER_BYTE = 64  # of the file
-CODES_PER_LANE = 1 << 14  # unless there are 1,024 lanes
+FREE_NUMBERS = 1 << 24
+NUMBERS_PER_BYTE = 64
+CODES_PER_LANE = 1 << 14  # at most, unless there are 1,024 lanes: one lane would take minutes
 ESCAPE = -128  # the symbol of a code beyond +-127
-STREAM_DTYPES = ("<u4", "<i4", "<u2", "|u1", "|i1", "<f2", "<f4")
 RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
 RANS_TOTAL = 1 << RANS_BITS
 RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
@@ -3100,9 +3104,9 @@ def require(condition, message):
 
 @contextlib.contextmanager
 def one_line(source):
-    """Make an ArtifactError, one line that names the source, of whatever is raised inside.
+    """Turn any exception raised inside into an ArtifactError, one line that names the source.
 
-    A file that only claims to be whole may raise anything.
+    A file with a right SHA-256 and wrong contents may raise anything.
     """
     try:
         yield
@@ -3164,23 +3168,22 @@ class RansCoder:
         return np.concatenate(chunks[::-1])
 
     def decode(self, tables, words):
-        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`, or ArtifactError."""
+        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
         lanes = len(self.states)
         symbols = np.empty(len(tables), np.uint8)
-        for start in range(0, len(tables), lanes << 10):  # numbers of 8 bytes of a part at a time
-            slots = tables[start : start + (lanes << 10)].astype(np.int64) << RANS_BITS
-            for begin in range(0, len(slots), lanes):
-                slot = slots[begin : begin + lanes]
-                x = self.states[: len(slot)]
-                slot += x & (RANS_TOTAL - 1)
-                step = self.steps.take(slot, mode="clip")
-                x >>= RANS_BITS
-                x *= step >> 16
-                x += step & 0xFFFF
-                low = np.flatnonzero(x < RANS_LOW)
-                x[low] = x[low] << 16 | words[: len(low)]
-                words = words[len(low) :]
-            symbols[start : start + len(slots)] = self.symbols.take(slots)
+        for begin in range(0, len(tables), lanes):
+            slot = tables[begin : begin + lanes].astype(np.int64) << RANS_BITS
+            x = self.states[: len(slot)]
+            slot += x & (RANS_TOTAL - 1)
+            step = self.steps.take(slot, mode="clip")
+            x >>= RANS_BITS
+            x *= step >> 16
+            x += step & 0xFFFF
+            low = np.flatnonzero(x < RANS_LOW)
+            # Where words are missing, these two lengths differ, which numpy refuses.
+            x[low] = x[low] << 16 | words[: len(low)]
+            words = words[len(low) :]
+            symbols[begin : begin + lanes] = self.symbols.take(slot)
         require(len(words) == 0, "rANS words are left over")
         return symbols
 
@@ -3194,78 +3197,56 @@ def check_header(header):
     require(is_name and tokenizer.isprintable(), "the header's tokenizer must be a file's name")
 
 
+def unzip(frame, limit, source):
+    """Return the content of a zstd frame. Raises ArtifactError if it has more than `limit` bytes."""
+    raw = zstandard.ZstdDecompressor().stream_reader(frame).read(limit + 1)
+    require(len(raw) <= limit, f"{source} is longer than {limit} bytes")
+    return raw
+
+
 def read_artifact_header(data):
     """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
     require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
-    versions = " and ".join(map(str, READABLE_VERSIONS))
-    require(version in READABLE_VERSIONS, f"version {version}, this code reads {versions}")
+    require(version in READABLE_VERSIONS, f"version {version}, this code reads 9 and 10")
     is_whole = hashlib.sha256(memoryview(data)[:-32]).digest() == data[-32:]
     require(is_whole, "damaged: the SHA-256 is wrong")
     file = io.BytesIO(data)
     file.seek(ARTIFACT_PREFIX.size)
-    frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
-    header = json.loads(frame.read(HEADER_LIMIT))
+    header = json.loads(unzip(file.read(length), HEADER_LIMIT, "the header"))
     check_header(header)
     check_json(header, {"streams": dict, "settings": dict}, "the header")
     return header, file
 
 
-def count_numbers(shape):
-    """Return how many numbers a shape stands for. A size of 0 counts as 1, or it would hide others."""
-    return math.prod(max(1, size) for size in shape)
-
-
-def check_record(name, record):
-    """Raise ArtifactError unless the header's record of a stream has values that can be meant."""
-    require(re.fullmatch(r"[\w.]+", name), f"{name!r} is no name of a tensor")
-    check_json(record, {"shape": [int], "dtype": str, "length": int}, repr(name))
-    if "scale" in record:
-        check_json(record, {"scale": float, "bits": int}, repr(name))
-    require(len(record["shape"]) <= 8, f"{name!r} has a shape that is none")
-    require(record["dtype"] in STREAM_DTYPES, f"{name!r} has a dtype that is none")
-
-
 def read_streams(data):
     """Return header and arrays (name -> flat) of an artifact. Any error if it is damaged."""
     header, file = read_artifact_header(data)
-    limit = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)
+    numbers = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)  # that the streams may still have
     arrays = {}
     for name, record in header["streams"].items():
-        check_record(name, record)
-        count = count_numbers(record["shape"])
-        limit -= count
-        require(limit >= 0, f"{name!r}: the file is too short for so many numbers")
+        kinds = {"shape": [int], "dtype": str, "length": int, "scale?": float, "bits?": int}
+        check_json(record, kinds, repr(name))
+        shape = record["shape"]
+        require(len(shape) <= 8, f"{name!r} has a shape that is none")
         dtype = np.dtype(record["dtype"])
-        payload = file.read(record["length"])
-        # Words are no more than codes: a code moves one at most.
-        size = dtype.itemsize * count
-        raw = zstandard.ZstdDecompressor().stream_reader(payload).read(size + 1)
-        require(len(raw) <= size, f"{name!r} is longer than its shape")
+        require(dtype.itemsize <= 4, f"{name!r} has a dtype that is none")
+        count = math.prod(shape)
+        numbers -= count
+        require(numbers >= 0, f"{name!r}: the file is too short for so many numbers")
+        # A code takes one word at most, so words are not more than the shape says.
+        raw = unzip(file.read(record["length"]), count * dtype.itemsize, repr(name))
         arrays[name] = np.frombuffer(raw, dtype).copy()
     return header, arrays
-
-
-def replace_escapes(symbols, escapes):
-    """Return the codes int32 of symbols int8 (n,), and the escapes that are left for other tensors."""
-    places = np.flatnonzero(symbols == ESCAPE)
-    beyond, rest = np.split(escapes, [len(places)])
-    require(len(beyond) == len(places), "escapes are missing")
-    codes = symbols.astype(np.int32)
-    codes[places] = beyond
-    return codes, rest
 
 
 def decode_artifact(data):
     """Return what read_artifact does, of the bytes of an artifact. Any error if it is damaged."""
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
-    escapes = arrays.pop("escapes", np.empty(0, np.int32))
-    kinds = [array.dtype.str for array in (states, tables, sizes, escapes)]
-    require(kinds == ["<u4", "<u2", "|u1", "<i4"], "the coder's streams have other dtypes")
-    require(tables.size == 97 * 256, "there are not 97 tables")
-    coder = RansCoder(states, tables.reshape(-1, 256))
-    count = 0  # of codes in words
+    escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
+    coder = RansCoder(states, tables.reshape(97, 256))
+    codes_in_words = 0
     tensors = {}
     coded = {}
     for name, array in arrays.items():
@@ -3273,23 +3254,22 @@ def decode_artifact(data):
         shape = record["shape"]
         if array.dtype == np.uint16:
             height, *width = shape
-            count += math.prod(shape)
-            has_lanes = len(states) >= 1024 or count <= CODES_PER_LANE * len(states)
-            require(has_lanes, f"{name!r}: the lanes are too few for so many codes")
+            codes_in_words += math.prod(shape)
+            least = min(1024, codes_in_words // CODES_PER_LANE)
+            require(len(states) >= least, f"{name!r}: the lanes are too few for so many codes")
             ends = [height, height + math.prod(width)]
             rows, columns, sizes = np.split(sizes, ends)
             contexts = np.add.outer(rows, columns).reshape(-1)
             array = coder.decode(contexts, array).view(np.int8)
-        is_coded = "scale" in record
-        require(is_coded == (array.dtype == np.int8), f"{name!r}: codes have a scale")
-        if is_coded:
-            array, escapes = replace_escapes(array, escapes)
         values = torch.from_numpy(array).view(shape)
-        if is_coded:
+        if array.dtype == np.int8:
             scale = torch.tensor([record["scale"]], dtype=torch.float16)
             require(scale.isfinite(), f"{name!r} has a scale that is not finite")
-            coded[name] = Coded(values.flatten(1), scale, record["bits"])
-            values = dequantize(values, scale)
+            is_escape = values == ESCAPE
+            codes = values.int().masked_scatter_(is_escape, escapes)
+            escapes = escapes[is_escape.sum() :]
+            coded[name] = Coded(codes.flatten(1), scale, record["bits"])
+            values = dequantize(codes, scale)
         tensors[name] = values.float()
     require(len(escapes) == 0, "escapes are left over")
     require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
@@ -3338,25 +3318,20 @@ def size_numbers(mean_squares):
     return (2 * octaves + 16).round().to(torch.uint8)
 
 
-def split_escapes(codes):
-    """Return symbols int8 of codes int32 (R, C), see above, and the codes that are escapes."""
-    symbols = codes.clamp(ESCAPE, -ESCAPE).to(torch.int8)  # 128 becomes -128, too
-    return symbols, codes[symbols == ESCAPE]
+def count_symbols(codes):
+    """Return what the coder needs of codes int32 (R, C), on their device.
 
-
-def count_symbols(symbols):
-    """Return what the coder needs of symbols int8 (R, C), on their device.
-
-    pairs int16 (R * C,): table << 8 | symbol; sizes uint8 (R + C,) of rows and columns; counts
-    int64 (97, 256) by table and symbol.
+    symbols int8 (R, C), see section artifact; pairs int16 (R * C,): table << 8 | symbol; sizes
+    uint8 (R + C,) of rows and columns; counts int64 (97, 256) by table and symbol.
     """
+    symbols = codes.clamp(ESCAPE, -ESCAPE).to(torch.int8)  # 128 becomes -128, too
     power = symbols.float().square_()
     rows = size_numbers(power.mean(1))
     columns = size_numbers(power.mean(0) / power.mean().clamp(min=1e-9))
     tables = rows.short()[:, None] + columns
     pairs = (tables << 8 | symbols.view(torch.uint8)).flatten()
     counts = torch.bincount(pairs, minlength=97 * 256).view(97, 256)
-    return pairs, torch.cat([rows, columns]), counts
+    return symbols, pairs, torch.cat([rows, columns]), counts
 
 
 def entropy_bytes(counts):
@@ -3366,29 +3341,29 @@ def entropy_bytes(counts):
 
 
 def model_codes(codes):
-    """Return what is known of codes (name -> int32 (R, C)) before they are coded: arrays, pairs, counts.
+    """Return what precedes coding of codes (name -> int32 (R, C)): arrays, pairs, counts.
 
     arrays: what is stored, by name: first the coder's own, then the symbols of each tensor. pairs
-    and counts, of count_symbols: of those tensors whose symbols rANS words are to replace.
+    (name -> int16) and counts (97, 256) are those of count_symbols, of the tensors whose symbols
+    rANS words are to replace.
     """
+    symbols = {}
     pairs = {}
     sizes = [torch.empty(0, dtype=torch.uint8)]
     escapes = [torch.empty(0, dtype=torch.int32)]
-    counts = torch.zeros(97, 256, dtype=torch.int64)  # of all tensors that are coded by rANS
-    stored = {}
+    counts = torch.zeros(97, 256, dtype=torch.int64)
     for name, tensor in codes.items():
-        symbols, beyond = split_escapes(tensor)
-        escapes.append(beyond.cpu())
-        stored[name] = symbols.cpu().numpy()
-        own_pairs, ends, count = count_symbols(symbols)
-        by_zstd = math.inf
+        part, pairs[name], ends, count = count_symbols(tensor)
+        symbols[name] = part.cpu().numpy()
+        escapes.append(tensor[part == ESCAPE].cpu())
         if tensor_class(name, tensor) == "embedding":
-            # Rows of tokens that rarely occur are alike. Up to 3% of an artifact (docs/lab.md).
-            by_zstd = len(ARTIFACT_ZSTD.compress(stored[name].tobytes()))
-        if entropy_bytes(count) < by_zstd:
-            pairs[name] = own_pairs
-            sizes.append(ends.cpu())
-            counts += count.cpu()
+            # Rows of tokens that rarely occur are alike, and zstd finds them: without it artifacts
+            # of the records take up to 2.7% more bytes (docs/lab.md, 2026-11-27).
+            if len(ARTIFACT_ZSTD.compress(symbols[name].tobytes())) <= entropy_bytes(count):
+                del pairs[name]
+                continue
+        sizes.append(ends.cpu())
+        counts += count.cpu()
     # Lanes move side by side, so many are fast; each of them costs 2 bytes.
     lanes = min(4096, max(8, int(counts.sum()) // 8192))
     coder_arrays = {
@@ -3397,16 +3372,7 @@ def model_codes(codes):
         "sizes": torch.cat(sizes).numpy(),
         "escapes": torch.cat(escapes).numpy(),
     }
-    return {**coder_arrays, **stored}, pairs, counts
-
-
-def code_by_rans(codes):
-    """Return the arrays that codes (name -> int32 (R, C)) are stored as, by name, see model_codes."""
-    arrays, pairs, _ = model_codes(codes)
-    coder = RansCoder(arrays["lane_states"], arrays["tables"])
-    for name in reversed(pairs):  # what is to be decoded first is encoded last
-        arrays[name] = coder.encode(pairs[name].cpu().numpy())
-    return arrays
+    return coder_arrays | symbols, pairs, counts
 
 
 def pack_artifact(tensors, coded, **header):
@@ -3415,7 +3381,10 @@ def pack_artifact(tensors, coded, **header):
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
     """
-    arrays = code_by_rans({name: part.codes for name, part in coded.items()})
+    arrays, pairs, _ = model_codes({name: part.codes for name, part in coded.items()})
+    coder = RansCoder(arrays["lane_states"], arrays["tables"])
+    for name in reversed(pairs):  # what is to be decoded first is encoded last
+        arrays[name] = coder.encode(pairs[name].cpu().numpy())
     for name, tensor in tensors.items():
         if name not in coded:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
@@ -3438,7 +3407,7 @@ def pack_artifact(tensors, coded, **header):
     frame = ARTIFACT_ZSTD.compress(text)
     prefix = ARTIFACT_PREFIX.pack(ARTIFACT_MAGIC, ARTIFACT_VERSION, len(frame))
     data = b"".join([prefix, frame, *payloads])
-    numbers = sum(count_numbers(record["shape"]) for record in records.values())
+    numbers = sum(math.prod(record["shape"]) for record in records.values())
     data += bytes(max(0, (numbers - FREE_NUMBERS) // NUMBERS_PER_BYTE - len(data)))
     return data + hashlib.sha256(data).digest()
 

@@ -10,11 +10,6 @@ from reference import CountLaunches
 import train_gpt as T
 from conftest import TINY, Place
 
-TABLE = {
-    "matrix": {"bits": 6, "clip_sigmas": 8.0},
-    "embedding": {"bits": 8, "clip_sigmas": 20.0},
-}
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -62,82 +57,88 @@ def trained():
 
 
 class Bench:
-    """A network with what fit_artifact needs; `size` is that of its artifact by the table."""
+    """A network with what fit_artifact needs; `size` is that of its artifact by steps of `widen`."""
 
-    def __init__(self, state, share, clip_sigmas=8.0):
+    def __init__(self, state, share, widen=1.0):
         self.net = make(state)
         self.lines = []
-        self.table = {kind: dict(quantizer) for kind, quantizer in TABLE.items()}
-        self.table["matrix"]["clip_sigmas"] = clip_sigmas
+        self.widen = widen
         self.header = {"settings": vars(self.net.config), "tokenizer_sha256": "0" * 64, "meta": {}}
-        self.size = len(self.pack(self.table))
+        self.size = len(self.pack(widen))
         self.limit = int(share * self.size)
         runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-        self.run = types.SimpleNamespace(runtime=runtime, log=self.lines.append)
+        self.run = types.SimpleNamespace(
+            runtime=runtime, log=self.lines.append, settings=T.Settings()
+        )
 
-    def pack(self, table):
-        coded = T.quantize_all(self.net.state_dict(), table)
-        return T.pack_artifact(self.net.state_dict(), coded, **self.header)
+    def coded(self, widen):
+        return T.quantize_all(self.net.state_dict(), T.quant_table(T.Settings(), widen))
 
-    def fit(self, table, share=1.0, **words):
-        return T.fit_artifact(self.net, table, share * self.limit, self.header, self.run, **words)
+    def pack(self, widen):
+        return T.pack_artifact(self.net.state_dict(), self.coded(widen), **self.header)
+
+    def fit(self, widen, share=1.0, **words):
+        return T.fit_artifact(self.net, widen, share * self.limit, self.header, self.run, **words)
 
 
-LINE = r"sizes: {} bytes, at most {}; steps wider by \+\d+\.\d\d%"
+LINE = r"sizes: {} bytes, at most {}; steps wider by [+-]\d+\.\d\d%"
 
 
 @pytest.mark.parametrize(
-    ("share", "clip_sigmas"),
-    [(0.7, 12.0), (0.45, 8.0), *(pytest.param(x, 8.0, marks=pytest.mark.full) for x in (0.9, 0.3))],
+    ("share", "widen"),
+    [(0.7, 1.5), (0.45, 1.0), *(pytest.param(x, 1.0, marks=pytest.mark.full) for x in (0.9, 0.3))],
 )
-def test_the_artifact_meets_a_limit_and_uses_it(trained, share, clip_sigmas):
-    bench = Bench(trained, share, clip_sigmas)
-    table, nothing = bench.fit(bench.table, 0.99, pack=False)
-    wider = [table[kind]["clip_sigmas"] / bench.table[kind]["clip_sigmas"] for kind in table]
-    assert (
-        nothing == b"" and wider[0] == pytest.approx(wider[1]) and wider[0] > 1
-    )  # all steps alike
-    size = len(bench.pack(table))
+def test_the_artifact_meets_a_limit_and_uses_it(trained, share, widen):
+    bench = Bench(trained, share, widen)
+    wider, nothing = bench.fit(widen, 0.99, pack=False)
+    assert nothing == b"" and wider > widen
+    size = len(bench.pack(wider))
     assert 0.98 * bench.limit <= size <= 0.993 * bench.limit  # the rest is for what is yet to come
     with torch.no_grad():  # training goes on for a while
         for param in bench.net.parameters():
             param.add_(0.02 * param.std().nan_to_num() * torch.randn_like(param))
     before = {name: w.clone() for name, w in bench.net.state_dict().items()}
-    last, data = bench.fit(table)
+    last, data = bench.fit(wider)
     assert data == bench.pack(last) and 0.97 * bench.limit <= len(data) <= bench.limit
-    changes = [last[kind]["clip_sigmas"] / table[kind]["clip_sigmas"] for kind in table]
-    assert changes[0] == pytest.approx(changes[1]) and 1 <= changes[0] < 1.1
+    assert 1 <= last / wider < 1.1
     assert all(torch.equal(w, before[name]) for name, w in bench.net.state_dict().items())
     assert re.fullmatch(LINE.format(len(data), bench.limit), bench.lines[-1])
 
 
 def test_a_limit_that_the_settings_meet_changes_nothing(trained):
     bench = Bench(trained, 1.02)
-    assert bench.fit(bench.table, pack=False) == (TABLE, b"")
-    assert bench.fit(bench.table) == (TABLE, bench.pack(TABLE))
+    assert bench.fit(1.0, pack=False) == (1.0, b"")
+    assert bench.fit(1.0) == (1.0, bench.pack(1.0))
     assert len(bench.lines) == 2 and all("steps wider by +0.00%" in line for line in bench.lines)
     assert bench.lines[-1].startswith(f"sizes: {bench.size} bytes, ")
 
 
-@pytest.mark.parametrize("clip_sigmas", [4.0, 8.0, 60.0])
-def test_sizes_are_estimated_without_coding(trained, clip_sigmas, monkeypatch):
+@pytest.mark.parametrize("widen", [0.5, 1.0, 8.0])
+def test_sizes_are_estimated_without_coding(trained, widen, monkeypatch):
     """By counts of codes, to 0.2%; a tensor's operations are few, because each is a launch on a GPU."""
-    bench = Bench(trained, 2.0, clip_sigmas)
-    coded = T.quantize_all(bench.net.state_dict(), bench.table)
+    bench = Bench(trained, 2.0, widen)
+    coded = bench.coded(widen)
     monkeypatch.setattr(T.RansCoder, "encode", None)
     size = T.estimate_bytes(bench.net.state_dict(), coded, bench.header)
     assert size == pytest.approx(bench.size, rel=0.002)
     with CountLaunches() as launches:
-        symbols, _ = T.split_escapes(coded["embed"].codes)
-        T.count_symbols(symbols)
+        T.count_symbols(coded["embed"].codes)
     assert launches.number <= 30
 
 
 def test_a_limit_that_nothing_meets_is_told_and_ends(trained):
     bench = Bench(trained, 0.01)
-    _, data = bench.fit(bench.table)
+    _, data = bench.fit(1.0)
     assert len(data) > bench.limit and len(bench.lines) == T.FIT_ATTEMPTS
     assert bench.lines[-1].startswith(f"sizes: {len(data)} bytes, at most {bench.limit}; ")
+
+
+def test_older_checkpoints_have_the_widened_quantizers():
+    exporter = T.Exporter()
+    exporter.load_state_dict({"table": T.quant_table(T.Settings(matrix_bits=4), 1.7)})
+    assert exporter.widen == pytest.approx(1.7, rel=1e-12)
+    exporter.load_state_dict({"widen": 1.3})
+    assert exporter.state_dict() == {"widen": 1.3}
 
 
 def test_gptq_of_a_run_says_where_it_is():
@@ -205,19 +206,18 @@ def test_without_qat_a_run_meets_the_limit_too(place, limit):
     assert "qat begins" not in log
 
 
-def table_of(folder):
-    """Return the table of the newest checkpoint."""
+def widen_of(folder):
+    """Return the factor on quantization steps of the newest checkpoint."""
     newest = max(folder.glob("step_*"))
-    return torch.load(newest / "training.pt", weights_only=True)["exporter"]["table"]
+    return torch.load(newest / "training.pt", weights_only=True)["exporter"]["widen"]
 
 
-def test_a_resume_after_qat_began_keeps_the_widened_table(place, tight, limit):
-    """Table and artifact are those of the run that was not stopped."""
+def test_a_resume_after_qat_began_keeps_the_widened_steps(place, tight, limit):
+    """Steps and artifact are those of the run that was not stopped."""
     place.run("stopped", STOP, 143, ARTIFACT_BYTES_MAX=limit)
-    table = table_of(place.of("stopped"))
-    assert table["matrix"]["clip_sigmas"] > 8 and table["embedding"]["clip_sigmas"] > 6
-    assert table == table_of(place.of("tight"))
+    widen = widen_of(place.of("stopped"))
+    assert 1 < widen == widen_of(place.of("tight"))
     place.resume("stopped")
-    assert table_of(place.of("stopped")) == table
+    assert widen_of(place.of("stopped")) == widen
     assert place.artifact("stopped") == place.artifact("tight")
     assert place.result("stopped")["val_nats"] == tight["val_nats"]

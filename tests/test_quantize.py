@@ -187,8 +187,8 @@ def test_the_tokenizer_is_copied_beside_what_is_written(call, trained, tmp_path)
 
 def test_pack_takes_given_bits_and_otherwise_the_checkpoints_steps(call, tmp_path):
     wide = widened(1.7)
-    run = save(tmp_path / "run", network(), exporter={"table": wide})
-    four = {**wide, "matrix": table(matrix_bits=4)["matrix"]}
+    run = save(tmp_path / "run", network(), exporter={"widen": 1.7})
+    four = table(matrix_bits=4)
     file = tmp_path / "c.env"
     given = dict(MATRIX_BITS=4)
     cases = [("", {}, wide), ("", given, four), ("MATRIX_BITS=4", {}, four)]
