@@ -260,7 +260,7 @@ def test_gptq_lowers_the_loss_and_says_where_its_text_is(call, trained, tiny_dat
     assert call("verify", tmp_path / "gptq.upar", trained, MATRIX_BITS=3)[0] == 0
     for model, folder, fault in (
         (tmp_path / "gptq.upar", tiny_data, "--gptq: the weights of "),
-        (trained, tmp_path, "manifest.json that can be read"),
+        (trained, tmp_path, "data/prepare.py TEXTS --out FOLDER"),
     ):
         code, _, error = call("pack", model, tmp_path / "new.upar", "--gptq", folder)
         assert code == 2 and fault in error, error
