@@ -135,7 +135,7 @@ class Settings:
     val_loss_every: int = 1000  # steps between validations, outside the clock; 0: only at the end
     target_val_loss: float = 0.0  # the run ends at the first validation at or under it; 0: none
     eval_stride: int = 512  # stride of the sliding-window score; 0: leave that score out
-    eval_stateful: bool = False  # also score whole documents with their state carried on; slow
+    eval_stateful: bool = False  # also score each document in one forward of its length; slow
     # model
     # a run, a checkpoint or an artifact; empty: a new network, in train_gpt.py and train_sft.py
     init_from: Paths = ""
@@ -562,9 +562,9 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
 
 # === shared: streams ===
 def open_streams():
-    """Let the standard streams take any text; one that is closed leads nowhere.
-
-    A file that is opened later would get the number of a closed stream, and what libraries print.
+    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
+    replaced by the null device, or the next file opened would get its number, and with it what
+    libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
@@ -586,8 +586,7 @@ def write_stream(stream, text):
     From then on the stream leads nowhere.
     """
     try:
-        stream.write(text)
-        stream.flush()
+        print(text, end="", file=stream, flush=True)
     except OSError as error:
         drop_stream(stream)
         return error
@@ -648,12 +647,10 @@ def join_group(device):
         return False
     pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
     hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
-    missing = [name for name in RANK_VARIABLES if name not in given]
     try:
-        if missing:
-            raise ValueError(f"{' '.join(missing)} must be set, too")
-        world_size = int(given["WORLD_SIZE"])
-        if not 0 <= int(given["RANK"]) < world_size < 1 << 31 or given["MASTER_PORT"] == "0":
+        world_size = int(given.get("WORLD_SIZE", 0))  # PyTorch names others that are missing
+        has_rank = 0 <= int(given.get("RANK", -1)) < world_size < 1 << 31
+        if not has_rank or given.get("MASTER_PORT") == "0":
             raise ValueError("must have a RANK below WORLD_SIZE, and a port")
         if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             # Left over from another job, they name ranks that never come. The wait is half an hour.
@@ -668,18 +665,21 @@ def join_group(device):
     return True
 
 
-def start_runtime(device):
-    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process."""
+def start_runtime(choice):
+    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process.
+
+    choice: of the setting DEVICE.
+    """
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if not local_rank.isdecimal():
         raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
-    use_cuda = device != "cpu" and torch.cuda.is_available()
-    if not use_cuda and (device == "cuda" or (device == "auto" and hidden_gpus())):
+    use_cuda = choice != "cpu" and torch.cuda.is_available()
+    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
         raise UserError(
-            f"DEVICE={device!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
             "newer driver, or set DEVICE=cpu"
         )
-    place = torch.device("cpu")
+    device = torch.device("cpu")
     if use_cuda:
         gpus = torch.cuda.device_count()
         if int(local_rank) >= gpus:
@@ -687,29 +687,18 @@ def start_runtime(device):
                 f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
                 "--nproc_per_node), or unset"
             )
-        place = torch.device("cuda", int(local_rank))
-        torch.cuda.set_device(place)
+        device = torch.device("cuda", int(local_rank))
+        torch.cuda.set_device(device)
         # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
         # gradients are NaN (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
-        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
+        # mode over when the first parallel operation starts them, so it must come before that.
         torch.set_flush_denormal(True)
-    if join_group(place):
-        return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
-    return Runtime(0, 1, place, False)
-
-
-def run_main(main):
-    """Return the exit code of `main`, when all its output is written. Raises OSError."""
-    try:
-        code = main()
-    except SystemExit as end:  # of --help
-        code = end.code
-    error = write_stream(sys.stdout, "")
-    if error:
-        raise type(error)(error.errno, error.strerror, "standard output")
-    return code
+    if join_group(device):
+        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
+    return Runtime(0, 1, device, False)
 
 
 ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
@@ -731,13 +720,21 @@ def exit_code(main):
     rank = os.environ.get("RANK", "0")
     open_streams()
     try:
-        return run_main(main)
+        try:
+            code = main()
+        except SystemExit as end:  # of --help
+            code = end.code
+        if error := write_stream(sys.stdout, ""):
+            raise type(error)(error.errno, error.strerror, "standard output")
+        return code
     except BrokenPipeError:
         drop_stream(sys.stdout)
         return 141  # 128 and SIGPIPE
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank != "0":
-            time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
+            # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
+            # message instead of eight.
+            time.sleep(5)
         message, *_ = str(error).split("\n")
         report_error(f"error: {message}")
         return 2 if isinstance(error, UserError) else 1
@@ -784,7 +781,7 @@ def checkpoint_fault(folder):
             listed.remove(line)
     except (OSError, ValueError) as error:
         return str(error)
-    return f"SHA256SUMS has the line {listed[0]!r:.90}, which is odd or double" if listed else ""
+    return f"SHA256SUMS has the line {listed[0]!r:.90}, unexpected or repeated" if listed else ""
 
 
 def newest_checkpoint(folder):
@@ -1059,12 +1056,13 @@ class Dataset:
 def parse_mixture(data_path):
     """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
     text = data_path if ":" in data_path else f"{data_path}:1"
-    part = r"\s*([^,]+):((?=[\d.]*[1-9])\d{0,9}\.?\d{0,99})"  # a weight has a digit above 0
-    if not re.fullmatch(f"{part}(,{part})*", text):
+    parts = [part.strip().rpartition(":") for part in text.split(",")]
+    folders, _, weights = zip(*parts, strict=True)
+    are_numbers = all(re.fullmatch(r"\d{1,9}|\d{0,9}\.\d{1,99}", weight) for weight in weights)
+    if not all(folders) or not are_numbers or not all(map(float, weights)):
         raise UserError(
             f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,… such as a:0.7,b:0.3"
         )
-    folders, weights = zip(*re.findall(part, text), strict=True)
     total = sum(map(float, weights))
     return folders, [float(weight) / total for weight in weights]
 
@@ -1106,14 +1104,16 @@ def shuffle(count, *seed):
 def split_windows(stream, share, settings):
     """Return the numbers of a stream's windows that train, and of those that are held out.
 
+    Without EMA and SWA there is nothing to choose, and nothing is held out; with them at most a
+    twentieth, from all over the stream: its end may be of one source. The first token of a
+    held-out window may be the last target of a training window. They are scored side by side, so
+    the last target of each is the first token of an unrelated one, for all weights alike.
+    Raises UserError.
+
     A data filter goes below, over `train`. The inputs of window `number` are
     stream.read(number * seq_len, seq_len). A choice by them and by settings alone is the same on
     every rank and in a resumed run. It takes a call for each window at every start, and must leave
     a window of every folder.
-
-    Without EMA and SWA there is nothing to choose, and nothing is held out; with them at most a
-    twentieth, from all over the stream: its end may be of one source. The first token of a
-    held-out window may be the last target of a training window. Raises UserError.
     """
     seq_len = settings.train_seq_len
     windows = shuffle(len(stream) // seq_len, 0)
@@ -1135,14 +1135,19 @@ def check_mixture(pairs, bos_id):
 
     pairs: streams of training and validation. A manifest counts those of its own folder only.
     """
-    for (train, _), (_, val) in itertools.permutations(pairs, 2):
-        val_hashes = set(document_hashes(val, bos_id))
-        if not val_hashes.isdisjoint(document_hashes(train, bos_id)):
+    write_stream(sys.stderr, "DATA_PATH: reading all documents, for validation in training\n")
+    val_hashes = [set(document_hashes(val, bos_id)) for _, val in pairs]
+    for i, (train, _) in enumerate(pairs):
+        others = set().union(*val_hashes[:i], *val_hashes[i + 1 :])
+        if not others.isdisjoint(document_hashes(train, bos_id)):
             raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
 
 
-def open_data(settings):
-    """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError."""
+def open_data(settings, rank=0):
+    """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError.
+
+    rank: of this process; rank 0 checks for all what takes long.
+    """
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
     tokenizer = data_tokenizer(folders[0], manifests[0]["tokenizer"], settings.tokenizer_path)
@@ -1153,10 +1158,11 @@ def open_data(settings):
     if any(manifest["tokenizer"]["sha256"] != tokenizer.sha256 for manifest in manifests):
         raise UserError(
             f"DATA_PATH={settings.data_path!r}: shards of several tokenizers; prepare all folders with "
-            "one, see data/prepare.py --tokenizer"
+            f"one: data/prepare.py --tokenizer {folders[0]}/{tokenizer.file}"
         )
     pairs = list(map(check_dataset, folders, manifests))
-    check_mixture(pairs, tokenizer.bos_id)
+    if len(pairs) > 1 and rank == 0:
+        check_mixture(pairs, tokenizer.bos_id)
     streams, val_streams = zip(*pairs, strict=True)
 
     val = np.concatenate([stream.read(0, len(stream)) for stream in val_streams])
@@ -1186,23 +1192,24 @@ def open_data(settings):
     held_out = np.concatenate(held_out)
     held_out_bytes = round(tokenizer.count_bytes(held_out) * val_bytes / decoded)
     return Dataset(
-        tokenizer,
-        manifests,
-        " + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders),
-        manifests[0].get("yardsticks", {}) if len(folders) == 1 else {},
-        shares,
-        streams,
-        windows,
-        EvalText(held_out, held_out_bytes),
-        EvalText(val, val_bytes),
+        tokenizer=tokenizer,
+        manifests=manifests,
+        manifest_sha256=" + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders),
+        yardsticks=manifests[0].get("yardsticks", {}) if len(folders) == 1 else {},
+        shares=shares,
+        streams=streams,
+        windows=windows,
+        held_out=EvalText(held_out, held_out_bytes),
+        val=EvalText(val, val_bytes),
     )
 
 
 def split_rows(first, last, shares):
     """Yield for each folder the range of its training rows among all rows `first` to `last`.
 
-    Of the rows before a row, a folder has its share of what the folders before it have left,
-    rounded. So the counts add up, never shrink from row to row, and follow the shares exactly.
+    Of the first r rows the first folder gets round(share * r), the second its part of the rows that
+    are left, rounded, and so on. So the counts add up, never shrink from row to row, and follow the
+    shares exactly.
     """
     share_left = 1.0
     for share in shares:
@@ -1230,16 +1237,17 @@ class Batches:
                 f"TRAIN_BATCH_TOKENS={settings.train_batch_tokens}: must be a multiple of "
                 f"TRAIN_SEQ_LEN x ranks = {unit}"
             )
-        self.rows = settings.train_batch_tokens // unit  # of this rank, per step
+        self.rank_batch_size = settings.train_batch_tokens // unit  # windows per step
         # Enough to keep a GPU busy; little enough for a CPU's caches.
         default = 131072 if runtime.device.type == "cuda" else 4096
-        self.limit_rows((settings.micro_batch_tokens or default) // settings.train_seq_len or 1)
+        micro_batch_tokens = settings.micro_batch_tokens or default
+        self.limit_micro_batch(micro_batch_tokens // settings.train_seq_len or 1)
 
-    def limit_rows(self, most):
-        """Take the largest micro-batch of at most `most` windows that divides this rank's rows."""
-        self.micro_rows = min(most, self.rows)
-        while self.rows % self.micro_rows:
-            self.micro_rows -= 1
+    def limit_micro_batch(self, most):
+        """Take the largest micro-batch of at most `most` windows that divides this rank's batch."""
+        self.micro_batch_size = min(most, self.rank_batch_size)
+        while self.rank_batch_size % self.micro_batch_size:
+            self.micro_batch_size -= 1
 
     def read_rows(self, step):
         """Return this rank's windows of a step, with their last targets, (rows, seq_len + 1).
@@ -1249,25 +1257,25 @@ class Batches:
         step, that cost 0.091 bits per byte.
         """
         seq_len = self.settings.train_seq_len
-        first = (step * self.runtime.world_size + self.runtime.rank) * self.rows
-        ranges = split_rows(first, first + self.rows, self.data.shares)
+        first = (step * self.runtime.world_size + self.runtime.rank) * self.rank_batch_size
+        ranges = split_rows(first, first + self.rank_batch_size, self.data.shares)
         windows = []
         for stream, numbers, rows in zip(self.data.streams, self.data.windows, ranges, strict=True):
             for row in rows:
-                epoch, place = divmod(row, len(numbers))
-                number = numbers[shuffle(len(numbers), self.settings.seed, epoch)[place]]
+                epoch, index = divmod(row, len(numbers))
+                number = numbers[shuffle(len(numbers), self.settings.seed, epoch)[index]]
                 windows.append(stream.read(number * seq_len, seq_len + 1))
         return torch.from_numpy(np.stack(windows))
 
     def micro_batches(self, step):
-        """Yield ids and targets of this rank's share of step `step`, each (micro_rows, seq_len), and
+        """Yield ids and targets of this rank's share of a step, each (micro_batch_size, seq_len), and
         where a kernel takes them, document_borders.
         """
         device = self.runtime.device
         windows = self.read_rows(step)  # a GPU still has the step before queued meanwhile
         if device.type == "cuda":
             windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
-        for part in windows.split(self.micro_rows):
+        for part in windows.split(self.micro_batch_size):
             borders = document_borders(part[:, :-1], self.data.tokenizer.bos_id, device)
             part = part.to(device, non_blocking=True)
             # Contiguous, as in evaluation: both run the same compiled graph.
@@ -3656,19 +3664,18 @@ class Scorer:
         device = self.runtime.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
         spans = spans[self.runtime.rank :: self.runtime.world_size]
-        windows = len(spans)
         # Empty rows fill the last forward: windows have one shape, for one compiled graph.
-        spans = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
-        for at in range(0, len(spans), rows):
+        padded = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
+        for at in range(0, len(padded), rows):
             if self.log and self.log.is_due():
-                self.log(f"scored {at:,} of {windows:,} windows")
-            begin, first, end = np.hsplit(spans[at : at + rows], 3)  # (rows, 1) each
-            places = begin + np.arange(length or (end - begin).max())
-            scored = (first <= places) & (places < end)
-            places = np.minimum(places, len(tokens) - 2)  # what fills a short row is not scored
-            ids = torch.from_numpy(tokens[places])
+                self.log(f"scored {at:,} of {len(spans):,} windows")
+            begin, first, end = np.hsplit(padded[at : at + rows], 3)  # (rows, 1) each
+            positions = begin + np.arange(length or (end - begin).max())
+            is_scored = (first <= positions) & (positions < end)
+            positions = np.minimum(positions, len(tokens) - 2)  # what fills a short row
+            ids = torch.from_numpy(tokens[positions])
             # The model's loss of the target -1 is 0.
-            targets = torch.from_numpy(np.where(scored, tokens[places + 1], -1))
+            targets = torch.from_numpy(np.where(is_scored, tokens[positions + 1], -1))
             borders = document_borders(ids, self.bos_id, device)
             losses = model(ids.to(device), targets.to(device), *borders)
             sums += torch.stack([losses.double().sum(), (targets >= 0).sum().to(device)])
@@ -4529,7 +4536,7 @@ def forward_backward(model, batches, step):
 
 def halve_micro_batch(batches, settings):
     """Halve the micro-batch, which did not fit into memory. Raises UserError if it cannot be."""
-    rows = batches.micro_rows
+    rows = batches.micro_batch_size
     if rows == 1:
         raise UserError(
             f"TRAIN_SEQ_LEN={settings.train_seq_len}: out of memory with a single window; "
@@ -4540,7 +4547,7 @@ def halve_micro_batch(batches, settings):
             f"MICRO_BATCH_TOKENS={settings.micro_batch_tokens}: out of memory with {rows} "
             "windows; must be less, or 0"
         )
-    batches.limit_rows(rows // 2)
+    batches.limit_micro_batch(rows // 2)
     torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
 
 
@@ -4712,7 +4719,7 @@ def main():
         record_memory(device)
     keep_memory()
     clock = Clock(settings, runtime, replayed_progress(settings))
-    data = open_data(settings)
+    data = open_data(settings, runtime.rank)
     tokenizer = data.tokenizer
     network, start = make_network(settings, tokenizer)
     config = network.config
@@ -4761,11 +4768,11 @@ def main():
     finally:  # also if memory is short
         if settings.memory_snapshot:
             write_memory_snapshot(run)
-    log(
-        f"batch: {batches.rows // batches.micro_rows} micro-steps of {batches.micro_rows} windows "
-        "on each rank"
+    micro_steps = batches.rank_batch_size // batches.micro_batch_size
+    log(f"batch: {micro_steps} micro-steps of {batches.micro_batch_size} windows on each rank")
+    scorer = Scorer(
+        tokenizer.bos_id, runtime, settings.train_seq_len, batches.micro_batch_size, log
     )
-    scorer = Scorer(tokenizer.bos_id, runtime, settings.train_seq_len, batches.micro_rows, log)
     exporter = Exporter()
     limit = (settings.artifact_bytes_max or math.inf) - run.code_bytes
     header = {

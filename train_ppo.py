@@ -569,9 +569,9 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
 
 # === shared: streams ===
 def open_streams():
-    """Let the standard streams take any text; one that is closed leads nowhere.
-
-    A file that is opened later would get the number of a closed stream, and what libraries print.
+    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
+    replaced by the null device, or the next file opened would get its number, and with it what
+    libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
@@ -593,8 +593,7 @@ def write_stream(stream, text):
     From then on the stream leads nowhere.
     """
     try:
-        stream.write(text)
-        stream.flush()
+        print(text, end="", file=stream, flush=True)
     except OSError as error:
         drop_stream(stream)
         return error
@@ -655,12 +654,10 @@ def join_group(device):
         return False
     pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
     hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
-    missing = [name for name in RANK_VARIABLES if name not in given]
     try:
-        if missing:
-            raise ValueError(f"{' '.join(missing)} must be set, too")
-        world_size = int(given["WORLD_SIZE"])
-        if not 0 <= int(given["RANK"]) < world_size < 1 << 31 or given["MASTER_PORT"] == "0":
+        world_size = int(given.get("WORLD_SIZE", 0))  # PyTorch names others that are missing
+        has_rank = 0 <= int(given.get("RANK", -1)) < world_size < 1 << 31
+        if not has_rank or given.get("MASTER_PORT") == "0":
             raise ValueError("must have a RANK below WORLD_SIZE, and a port")
         if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             # Left over from another job, they name ranks that never come. The wait is half an hour.
@@ -675,18 +672,21 @@ def join_group(device):
     return True
 
 
-def start_runtime(device):
-    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process."""
+def start_runtime(choice):
+    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process.
+
+    choice: of the setting DEVICE.
+    """
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if not local_rank.isdecimal():
         raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
-    use_cuda = device != "cpu" and torch.cuda.is_available()
-    if not use_cuda and (device == "cuda" or (device == "auto" and hidden_gpus())):
+    use_cuda = choice != "cpu" and torch.cuda.is_available()
+    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
         raise UserError(
-            f"DEVICE={device!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
             "newer driver, or set DEVICE=cpu"
         )
-    place = torch.device("cpu")
+    device = torch.device("cpu")
     if use_cuda:
         gpus = torch.cuda.device_count()
         if int(local_rank) >= gpus:
@@ -694,29 +694,18 @@ def start_runtime(device):
                 f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
                 "--nproc_per_node), or unset"
             )
-        place = torch.device("cuda", int(local_rank))
-        torch.cuda.set_device(place)
+        device = torch.device("cuda", int(local_rank))
+        torch.cuda.set_device(device)
         # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
         # gradients are NaN (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
-        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
+        # mode over when the first parallel operation starts them, so it must come before that.
         torch.set_flush_denormal(True)
-    if join_group(place):
-        return Runtime(dist.get_rank(), dist.get_world_size(), place, True)
-    return Runtime(0, 1, place, False)
-
-
-def run_main(main):
-    """Return the exit code of `main`, when all its output is written. Raises OSError."""
-    try:
-        code = main()
-    except SystemExit as end:  # of --help
-        code = end.code
-    error = write_stream(sys.stdout, "")
-    if error:
-        raise type(error)(error.errno, error.strerror, "standard output")
-    return code
+    if join_group(device):
+        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
+    return Runtime(0, 1, device, False)
 
 
 ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
@@ -738,13 +727,21 @@ def exit_code(main):
     rank = os.environ.get("RANK", "0")
     open_streams()
     try:
-        return run_main(main)
+        try:
+            code = main()
+        except SystemExit as end:  # of --help
+            code = end.code
+        if error := write_stream(sys.stdout, ""):
+            raise type(error)(error.errno, error.strerror, "standard output")
+        return code
     except BrokenPipeError:
         drop_stream(sys.stdout)
         return 141  # 128 and SIGPIPE
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank != "0":
-            time.sleep(5)  # torchrun ends this rank first if rank 0 reports the same error
+            # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
+            # message instead of eight.
+            time.sleep(5)
         message, *_ = str(error).split("\n")
         report_error(f"error: {message}")
         return 2 if isinstance(error, UserError) else 1
@@ -791,7 +788,7 @@ def checkpoint_fault(folder):
             listed.remove(line)
     except (OSError, ValueError) as error:
         return str(error)
-    return f"SHA256SUMS has the line {listed[0]!r:.90}, which is odd or double" if listed else ""
+    return f"SHA256SUMS has the line {listed[0]!r:.90}, unexpected or repeated" if listed else ""
 
 
 def newest_checkpoint(folder):

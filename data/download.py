@@ -61,9 +61,9 @@ class UserError(Exception):
 
 # === shared: streams ===
 def open_streams():
-    """Let the standard streams take any text; one that is closed leads nowhere.
-
-    A file that is opened later would get the number of a closed stream, and what libraries print.
+    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
+    replaced by the null device, or the next file opened would get its number, and with it what
+    libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
@@ -85,8 +85,7 @@ def write_stream(stream, text):
     From then on the stream leads nowhere.
     """
     try:
-        stream.write(text)
-        stream.flush()
+        print(text, end="", file=stream, flush=True)
     except OSError as error:
         drop_stream(stream)
         return error

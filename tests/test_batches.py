@@ -165,7 +165,7 @@ def test_micro_batches_shrink_until_they_fit_and_gradients_are_of_one_step(
     optimizers = [Optimizer(model.parameters())]
     of = batches(stream)
     T.warm_up(model, optimizers, of, T.Settings(grad_clip_norm=0.0))
-    assert tried == [8, 4] + [2] * 9 and of.micro_rows == 2  # 2 steps of 4, evaluation
+    assert tried == [8, 4] + [2] * 9 and of.micro_batch_size == 2  # 2 steps of 4, evaluation
     means = [
         sum(targets.sum(0) for _, targets in of.micro_batches(step)) / 64 for step in range(2)
     ]  # of a step alone
@@ -197,7 +197,7 @@ def test_other_errors_of_the_warm_up_are_raised(stream):
     "tokens, windows", [(1, 1), (7, 1), (8, 1), (15, 1), (16, 2), (24, 2), (32, 4), (1 << 40, 8)]
 )
 def test_a_micro_batch_is_a_window_at_least_and_divides_the_step(stream, tokens, windows):
-    assert batches(stream, micro_batch_tokens=tokens).micro_rows == windows
+    assert batches(stream, micro_batch_tokens=tokens).micro_batch_size == windows
 
 
 def test_a_step_may_read_more_than_an_epoch_of_a_small_part(mixed):
@@ -231,7 +231,7 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(stream):
     assert not any(optimizer.state for optimizer in optimizers)
     tokens = np.concatenate([[tokenizer.bos_id], np.arange(100) % 50 + 4])
     with torch.compiler.set_stance("fail_on_recompile"):
-        scorer = T.Scorer(tokenizer.bos_id, of.runtime, 8, of.micro_rows)
+        scorer = T.Scorer(tokenizer.bos_id, of.runtime, 8, of.micro_batch_size)
         score = scorer.score(model, T.EvalText(tokens, 100))
         with T.quantized(net, table):
             T.forward_backward(model, of, 3)

@@ -595,12 +595,12 @@ def test_open_data_of_a_mixture(tmp_path):
     foreign["tokenizer"]["sha256"] = "0" * 64
     change_manifest(other, foreign)
     refuses(
-        "^DATA_PATH=.*: shards of several tokenizers; prepare all folders with one, see data/prepare.py --tokenizer$",
+        "^DATA_PATH=.*: shards of several tokenizers; prepare all folders with one: .* .*/a/bytes$",
         f"{a}:1,{other}:1",
     )
 
 
-def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path):
+def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path, capsys):
     val = ["kept apart", "in the other", "kept too", "in the other", "at the end"]
     a = make_part(tmp_path / "a", ["training text"] * 9, val)
     train = ["other text"] * 9 + ["in the other", "kept apart, nearly", "at the end"]
@@ -609,6 +609,10 @@ def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path):
     message = f"^{b}/x_train_000000.bin: a document is in another folder's validation$"
     for parts in (f"{a}:1,{b}:2", f"{b}:1,{c}:1,{a}:1"):
         refuses(message, parts)
+    # Rank 0 reads for all, and says so before there is a log.
+    assert capsys.readouterr().err.count("DATA_PATH: reading all documents") == 2
+    both = data.Settings(data_path=f"{a}:1,{b}:2", train_seq_len=4, holdout_tokens=10)
+    assert len(data.open_data(both, rank=1).streams) == 2 and not capsys.readouterr().err
     assert len(opened(f"{a}:1,{c}:1").val.tokens) == sum(len(text) + 1 for text in val) + 6
     assert len(opened(b).val.tokens) == 5  # one part alone: its own manifest counts
 

@@ -90,8 +90,9 @@ GROUP = {
 }
 MUST = "must have a RANK below WORLD_SIZE, and a port"
 LEFT_OVER = [
-    ({"RANK": "0"}, f"^RANK='0': .*WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT must .*{HINT}"),
-    ({"WORLD_SIZE": "8"}, "^WORLD_SIZE='8': .* RANK LOCAL_RANK"),
+    ({"RANK": "0"}, f"^RANK='0': the ranks do not meet: {MUST}; {HINT}"),
+    ({"WORLD_SIZE": "8"}, f"^WORLD_SIZE='8': the ranks do not meet: {MUST}; {HINT}"),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, f".* variable MASTER_ADDR expected, but not set; {HINT}"),
     ({"LOCAL_RANK": "x"}, "^LOCAL_RANK='x': must be a whole number from 0, or unset$"),
     ({**GROUP, "RANK": "x"}, f"^RANK='x' .*'x'; {HINT}"),
     ({**GROUP, "RANK": ""}, f"^RANK='' .*''; {HINT}"),

@@ -121,7 +121,7 @@ def plan_lines(script: ModuleType, settings) -> list[str]:
         f"FLOPs a token, both ways: {listed(flops)}",
         f"memory a rank, bytes, without activations: {listed(memory)}",
         f"batch: {settings.train_batch_tokens:,} tokens = {world_size} ranks x "
-        f"{batches.rows // batches.micro_rows} micro-steps x {batches.micro_rows} windows x "
+        f"{batches.rank_batch_size // batches.micro_batch_size} micro-steps x {batches.micro_batch_size} windows x "
         f"{settings.train_seq_len} tokens, on {device}",
         f"clock: {length:,g} {unit} to train, then {settings.reserve_seconds:g} s to choose "
         "weights, calibrate and pack",
