@@ -3752,7 +3752,10 @@ def generate(
                 pairs = zip(tokens, live, strict=True)
                 heard = [torch.tensor([token, *sample.listen(told)]) for token, sample in pairs]
                 picks = pad_sequence(heard, True).to(picks.device)  # finished texts hear nothing
-            if 1 < len(running) < 0.8 * len(live):  # a step of one row would be compiled anew
+            # Ended texts leave together, because a GPU then records its graph anew. A single text
+            # stays beside an ended one: a step of one row would be compiled anew.
+            share = 0.5 if decoder.logits.is_cuda else 0.8
+            if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
                 uniform.take(running)
                 decoder.take(running)

@@ -92,7 +92,7 @@ def test_share_of_the_peak(suite):
 
 
 def test_kernels_are_told_and_timed(suite, monkeypatch):
-    """Steps with no faster form, with all but fla's, and with all; forms that no GPU is needed for."""
+    """A step with the forms that the check takes; these forms need no GPU."""
 
     def choose_kernels(choice, network, runtime, log):
         T.FAST.update({"attention": plain_attention, "gdn": T.gdn_chunk})
@@ -102,11 +102,9 @@ def test_kernels_are_told_and_timed(suite, monkeypatch):
         return T.attend(q, k, v, torch.zeros(len(q), q.size(2)), window)
 
     monkeypatch.setattr(T, "choose_kernels", choose_kernels)
-    told, *steps = gpu.kernels_part(suite)
+    told, step = gpu.kernels_part(suite)
     assert told == {"what": "kernels: gdn taken"} and T.FAST == {}
-    names = [record["what"].partition("faster forms: ")[2] for record in steps]
-    assert names == ["none", "attention", "attention gdn"]
-    assert all(record["tokens/s"] > 0 for record in steps)
+    assert step["what"].endswith("faster forms: attention gdn") and step["tokens/s"] > 0
 
 
 def test_generated_log_probabilities_are_those_of_the_whole_text(suite):

@@ -184,9 +184,9 @@ def steps_part(suite: Suite, name: str, compiled: bool, forms: dict | None = Non
 
 
 def kernels_part(suite: Suite) -> list[dict]:
-    """Return what the checks of kernels say, and records of training steps by the forms taken.
+    """Return what the checks of kernels say, and the record of training steps by the forms taken.
 
-    Steps have only plain forms, then FlashAttention, then fla's form too.
+    The plain forms are in the part compiled_defaults.
     """
     script = suite.script
     _, network = make_network(suite, "defaults", script)
@@ -194,14 +194,9 @@ def kernels_part(suite: Suite) -> list[dict]:
     script.choose_kernels("auto", network.to(suite.device), suite.runtime, reasons.append)
     records = [{"what": reason} for reason in reasons]
     taken = dict(script.FAST)
-    without_fla = {name: form for name, form in taken.items() if name != "gdn"}
-    for number, forms in enumerate(({}, without_fla, taken)):
-        if number and forms == script.FAST:
-            continue
-        torch.compiler.reset()
-        (record,) = steps_part(suite, "defaults", suite.cuda, forms)
-        record["what"] += f", faster forms: {' '.join(forms) or 'none'}"
-        records.append(record)
+    (record,) = steps_part(suite, "defaults", suite.cuda, taken)
+    record["what"] += f", faster forms: {' '.join(taken) or 'none'}"
+    records.append(record)
     script.FAST.clear()
     return records
 
