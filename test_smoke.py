@@ -126,12 +126,9 @@ def test_the_log_has_its_parts_in_order(place, first):
         "\nstep:10/30 val_loss:",
     ]
     parts += ["\nphase: warmdown begins at step 16", "\nphase: qat begins at step 26"]
-    parts += ["\nstep:30/30 train_loss:", "\nweights: raw", "\nweights: ema", "\nweights: swa"]
-    parts += [
-        "of the run, begun at step 1, on for 1 steps\n",
-        "\nbefore quantization: val_",
-        "\nfrom the artifact: val_",
-    ]
+    parts += ["\nstep:30/30 train_loss:", "of the run, begun at step 1, on for 1 steps\n"]
+    parts += ["\nweights: raw", "\nweights: ema", "\nweights: swa"]
+    parts += ["\nbefore quantization: val_", "\nfrom the artifact: val_"]
     parts += ["\nfrom the artifact: sliding val_", "\n---\n"]
     places = [log.find(part) for part in parts]
     assert -1 not in places, parts[places.index(-1)]

@@ -71,6 +71,7 @@ import traceback
 import unicodedata
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, NewType, get_args
 
@@ -3120,21 +3121,6 @@ class OptimizerState:
 
 
 # === shared: schedule ===
-def check_types(name, saved, present):
-    """Raise ValueError unless a saved value has the type of the present one, and its keys."""
-    types = {type(saved), type(present)}
-    if len(types) > 1 and types != {int, float}:
-        raise ValueError(f"{name} is {saved!r:.60}, must be of type {type(present).__name__}")
-    if isinstance(present, dict):
-        for key, value in present.items():
-            if key not in saved:
-                raise ValueError(f"{name} lacks {key!r}")
-            check_types(f"{name}[{key!r}]", saved[key], value)
-    elif isinstance(present, list) and present:
-        for value in saved:
-            check_types(f"{name}[0]", value, present[0])
-
-
 class Saved:
     """Base of objects whose state in a checkpoint is the attributes that STATE names."""
 
@@ -3143,8 +3129,7 @@ class Saved:
         return {name: getattr(self, name) for name in self.STATE}
 
     def load_state_dict(self, saved):
-        """Replace the state by a saved one. Raises ValueError for that of another class."""
-        check_types(type(self).__name__, saved, self.state_dict())
+        """Replace the state by a saved one. Raises KeyError for that of another class."""
         for name in self.STATE:
             setattr(self, name, saved[name])
 
@@ -3365,7 +3350,7 @@ class Plan(Saved):
         decides, so that a replay repeats it.
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
-        # stop before it, and a phase that never began is an error (Run.write_result).
+        # stop before it, and a phase that never began is an error (result_errors).
         last_chance = 2 * progress - self.progress > 1 - 1e-9
         self.progress = progress
         self.step_share = progress / (step + 1)
@@ -3382,12 +3367,6 @@ class Plan(Saved):
                 }
                 begun.append(name)
         return begun
-
-    def load_state_dict(self, saved):
-        """Replace the state by a saved one."""
-        super().load_state_dict(saved)
-        facts = {"begin": 0.0, "start_step": 0, "start_progress": 0.0, "steps": 0}
-        check_types("phases", [*self.phases.values()], [facts])
 
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
@@ -4205,26 +4184,21 @@ def imported_values(config, tokenizer_file, defaults):
 
 # === shared: checkpoint ===
 KEEP_CHECKPOINTS = 2  # the newest, and one before it in case the newest is damaged
-LOG_SECONDS = 10.0  # at least one line in this time says what the run is doing
-PACKING_NATS = 0.05  # more nats per token lost by packing than this are reported loudly
-MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
-METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:.0f}"}
-CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
 
 
-def write_checkpoint(folder, parts, meta):
-    """Write a folder of meta.json, <part>.pt and SHA256SUMS, whole or not at all, for the old one.
+def write_checkpoint(folder, states, meta):
+    """Write a folder of meta.json, <name>.pt and SHA256SUMS under another name, and rename it.
 
-    parts: file name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
+    states: name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
-    unfinished = folder.parent / "unfinished"
     files = {"meta.json": json.dumps(meta).encode()}
-    for name, part in parts.items():
+    for name, state in states.items():
         buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
-        torch.save(part, buffer)
+        torch.save(state, buffer)
         files[f"{name}.pt"] = buffer.getvalue()
     sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
     files["SHA256SUMS"] = "".join(sums).encode()
+    unfinished = folder.parent / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         unfinished.mkdir()
@@ -4236,10 +4210,10 @@ def write_checkpoint(folder, parts, meta):
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def save_checkpoint(folder, step, parts, meta):
+def save_checkpoint(folder, step, states, meta):
     """Write folder/step_<step>, see write_checkpoint, then delete all but the newest checkpoints."""
     final = folder / f"step_{step:06d}"
-    write_checkpoint(final, parts, meta)
+    write_checkpoint(final, states, meta)
     folders = list_checkpoints(folder)
     newest = folders.index(final)
     # The list begins with the newest. Any newer one must be damaged, or the run would have resumed
@@ -4255,14 +4229,18 @@ def find_run(setting, name, out_dir):
     """
     folder = Path(name) if os.sep in name else Path(out_dir, name)
     if not folder.is_dir():
-        logs = sorted(folder.parent.glob("*/log.txt"), key=os.path.getmtime, reverse=True)
-        runs = ", ".join(path.parent.name for path in logs[:10]) or "none"
+        names = sorted(path.parent.name for path in folder.parent.glob("*/log.txt"))
+        runs = ", ".join(names[-10:]) or "none"
         raise UserError(f"{setting}={str(folder)!r}: no such run; {folder.parent} has {runs}")
     return folder
 
 
+@functools.cache  # the settings and the log ask, and each would hash all files of a checkpoint
 def checkpoint_to_resume(folder):
-    """Return the newest whole checkpoint of an unfinished run. Raises UserError."""
+    """Return the newest whole checkpoint of an unfinished run, and a line on each damaged one.
+
+    Raises UserError.
+    """
     prefix = f"RESUME={str(folder)!r}:"
     if re.fullmatch(r"step_\d+", folder.name):
         raise UserError(
@@ -4273,38 +4251,56 @@ def checkpoint_to_resume(folder):
         raise UserError(
             f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it"
         )
-    newest, faults = newest_checkpoint(folder)  # reads all of it, so the checks above come first
+    newest, damaged = newest_checkpoint(folder)
     if newest is None:
-        raise UserError(f"{prefix} has no whole checkpoint step_<step>; {'; '.join(faults)}")
+        raise UserError(f"{prefix} has no whole checkpoint step_<step>; {'; '.join(damaged)}")
     if not (newest / "training.pt").is_file():
         raise UserError(
             f"{prefix} is a model that quantize.py wrote, not a run: {newest} has no training.pt; "
             "INIT_FROM starts from it"
         )
-    return newest
+    return newest, damaged
 
 
-def read_facts(name, path, example):
-    """Return what a JSON file of a run holds: the keys and types of an example, and all settings.
+def read_record(setting, path):
+    """Return what a JSON file of a run holds, with exactly the settings of this script.
 
-    name: the setting that a UserError blames.
+    setting: RESUME or REPLAY, which a UserError blames.
     """
     try:
-        facts = json.loads(path.read_bytes())
-        check_types("it", facts, {**example, "settings": {}})
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{name}: {path} cannot be read: {error}") from None
-    for setting in sorted(facts["settings"].keys() ^ Settings.__dataclass_fields__):
-        has = "has" if setting in facts["settings"] else "has no"
+        record = json.loads(path.read_bytes())
+        check_json(record, {"settings": {}}, "it")
+    except (OSError, ValueError, RecursionError, UserError) as error:
+        raise UserError(f"{setting}: {path} cannot be read: {error}") from None
+    names = record["settings"].keys() ^ Settings.__dataclass_fields__.keys()
+    if names:
+        names = ", ".join(sorted(names)).upper()
         raise UserError(
-            f"{name}: {path} {has} {setting.upper()}; must be of a run of this script, in this version"
+            f"{setting}: only one of {path} and this script has {names}; must be of a run of this "
+            "script, in this version"
         )
-    return facts
+    return record
 
 
-def read_meta(folder):
-    """Return meta.json of a checkpoint to resume. Raises UserError for one that no run has made."""
-    return read_facts("RESUME", folder / "meta.json", {"step": 0, "identity": {}})
+def read_progress(name, out_dir):
+    """Return progress.json of the run that REPLAY names. Raises UserError if it cannot be repeated."""
+    folder = find_run("REPLAY", name, out_dir)
+    prefix = f"REPLAY={str(folder)!r}"
+    path = folder / "progress.json"
+    if not path.is_file():
+        raise UserError(f"{prefix}: no {path}; must be a run that trained to its end")
+    record = read_record(prefix, path)
+    for event in record["events"]:
+        if event.get("changed"):
+            raise UserError(f"{prefix}: was resumed with changed {event['changed']}")
+    return record
+
+
+def replayed_progress(settings):
+    """Return the progress that each step of the run that REPLAY names used; [] without one."""
+    if not settings.replay:
+        return []
+    return read_progress(settings.replay, settings.out_dir)["progress"]
 
 
 def stored_settings(given):
@@ -4317,57 +4313,59 @@ def stored_settings(given):
         folder = find_run("RESUME", given["RESUME"], out_dir)
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
-        stored = read_meta(checkpoint_to_resume(folder))["settings"]
+        checkpoint, _ = checkpoint_to_resume(folder)
+        stored = read_record("RESUME", checkpoint / "meta.json")["settings"]
         return {**stored, "out_dir": str(folder.parent)}  # where it is now, if it was moved
     if given.get("REPLAY"):
-        stored = read_progress(find_run("REPLAY", given["REPLAY"], out_dir))
-        return {**stored["settings"], "run_id": "", "resume": ""}
+        stored = read_progress(given["REPLAY"], out_dir)["settings"]
+        # A replay is a new run: where the other one was written says nothing about this one.
+        return {**stored, "run_id": "", "resume": "", "out_dir": out_dir}
     return {}
 
 
-def read_progress(folder):
-    """Return progress.json of a run. Raises UserError if the run cannot be repeated."""
-    prefix = f"REPLAY={str(folder)!r}"
-    path = folder / "progress.json"
-    if not path.is_file():
-        raise UserError(f"{prefix}: no {path}; must be a run that trained to its end")
-    stored = read_facts(prefix, path, {"progress": [0.0], "events": [{}]})
-    shares = [0.0, *stored["progress"], 1.0]
-    if shares != sorted(shares):
-        raise UserError(f"{prefix}: {path} was changed: its progress does not rise from 0 to 1")
-    for event in stored["events"]:
-        if event.get("changed"):
-            raise UserError(f"{prefix}: was resumed with changed {event['changed']}")
-    return stored
+# === end: checkpoint ===
 
 
-def replayed_progress(settings):
-    """Return the progress that each step of the run that REPLAY names used; [] without one."""
-    if not settings.replay:
-        return []
-    return read_progress(find_run("REPLAY", settings.replay, settings.out_dir))["progress"]
+# === shared: log ===
+LOG_SECONDS = 10.0  # at least one line in this time says what the run is doing
+METRIC_FORMATS = {"train_time": "{:.0f}ms", "step_avg": "{:.2f}ms", "tok_s": "{:.0f}"}
+CLEAR_LINE = "\r\033[K"  # wipes the line on a terminal
+
+
+def name_values(values):
+    """Return a dict as `name:value` words of the log."""
+    return " ".join(f"{name}:{value}" for name, value in values.items())
 
 
 def make_tracker(settings, folder, checkpoint):
     """Return track(values, step), which feeds TensorBoard or W&B; None if TRACKER is none.
 
-    values: numbers or texts by name, and what else W&B takes.
-    checkpoint: to resume from, or None; TensorBoard hides what it was given of later steps.
+    values: numbers or texts by name, and what else W&B takes. checkpoint: to resume from, or None.
     Raises UserError if the package is not installed.
     """
     try:
         if settings.tracker == "wandb":
             import wandb
 
+            # A resumed run goes on with its id. W&B keeps the first values of steps that it repeats.
+            id_file = folder / "wandb_id.txt"
+            if not id_file.exists():
+                replace_file(id_file, os.urandom(8).hex().encode())
             wandb.init(
-                project="underpar", name=folder.name, dir=str(folder), config=asdict(settings)
+                project="underpar",
+                name=folder.name,
+                id=id_file.read_text(),
+                resume="allow",
+                dir=str(folder),
+                config=asdict(settings),
             )
             return wandb.log
         if settings.tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            after = int(checkpoint.name[5:]) + 1 if checkpoint else None
-            writer = SummaryWriter(folder, purge_step=after)
+            # It hides what it was given of steps after the checkpoint.
+            first_step = int(checkpoint.name[5:]) + 1 if checkpoint else None
+            writer = SummaryWriter(folder, purge_step=first_step)
 
             def track(metrics, step):
                 for name, value in metrics.items():
@@ -4375,54 +4373,11 @@ def make_tracker(settings, folder, checkpoint):
                     add(name, value, step)
                 writer.flush()  # the values stay, however the run ends
 
-            # Markdown takes a line that begins with four spaces as it is.
-            lines = [f"    {name}={value}" for name, value in asdict(settings).items()]
-            track({"settings": "\n".join(lines)}, 0)
             return track
     except ImportError:
         name = settings.tracker
         raise UserError(f"TRACKER={name!r}: is not installed; pip install {name}") from None
     return None
-
-
-def handle_stop_signals(handler):
-    """From here on SIGTERM, SIGINT and SIGHUP call `handler`; signal.SIG_DFL: they end the process.
-
-    A SIGHUP that is ignored stays so: nohup has done it.
-    """
-    signal.signal(signal.SIGTERM, handler)
-    signal.signal(signal.SIGINT, handler)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, handler)
-
-
-class StopSignal:
-    """Remembers SIGTERM, SIGINT or SIGHUP, so that the loop saves and stops.
-
-    A second signal ends the process at once.
-    """
-
-    def __init__(self):
-        self.number = 0
-        self.received = math.inf
-        handle_stop_signals(self.receive)
-
-    def receive(self, number, frame):
-        """Handle a signal."""
-        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if time.monotonic() - self.received > 1:
-            try:
-                text = f"{signal.Signals(number).name}: ended without a checkpoint\n"
-                write_stream(sys.stderr, text)
-            finally:  # whatever becomes of the text
-                os._exit(128 + number)
-        self.number = number
-        self.received = time.monotonic()
-
-
-def name_values(values):
-    """Return a dict as `name:value` words of the log."""
-    return " ".join(f"{name}:{value}" for name, value in values.items())
 
 
 class LineFile:
@@ -4432,56 +4387,70 @@ class LineFile:
         self.path = path
         self.file = open(path, "ab", buffering=0)
 
-    def append(self, text):
-        """Append text and a newline, or nothing. Raises OSError."""
+    def write(self, text):
+        """Append text and a newline; an OSError is a warning: a full disk may have room again."""
         data = text.encode(errors="backslashreplace") + b"\n"
         end = self.file.seek(0, os.SEEK_END)
         try:
             while data:
                 data = data[self.file.write(data) :]
-        except OSError:
-            self.file.truncate(end)  # a full disk has taken a part of the line
-            raise
-
-    def write(self, text):
-        """Append text and a newline; a fault is a warning: a full disk may have room again."""
-        try:
-            self.append(text)
         except OSError as error:
+            self.file.truncate(end)  # a full disk has taken a part of the line
             write_stream(sys.stderr, f"{self.path.name}: {error}\n")
 
 
-class Log(Saved):
+def write_source(path):
+    """Append the script to log.txt, unless it is there from before RESUME. Raises OSError."""
+    source = Path(__file__).read_text(encoding="utf-8") + f"\n{'=' * 120}\n"
+    with open(path, "a+", encoding="utf-8") as log:
+        log.seek(0)
+        if source not in log.read():
+            log.write(source)
+
+
+def remove_repeated(path, step, is_score):
+    """Remove from a .jsonl file of a run the rows that it writes again when resumed after `step`.
+
+    is_score: function of a row; scores of `step` are made again, but not those of the start.
+    """
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        with contextlib.suppress(ValueError):  # a line that was cut when the process was killed
+            row = json.loads(line)
+            is_made_again = is_score(row) and 0 < row["step"] == step
+            if row["step"] <= step and not is_made_again:
+                kept.append(line)
+    replace_file(path, b"".join(kept))
+
+
+class Log:
     """log.txt, metrics.jsonl, the terminal and the tracker.
 
     Only rank 0 opens it; on other ranks it is mute. What happens to the terminal does not reach the
     files.
     """
 
-    STATE = ("trained_bytes",)
-
     def __init__(self, iterations):
         self.iterations = iterations
         self.file = None
         self.metrics_file = None
         self.track = None
-        self.trained_bytes = (
-            0  # of metrics.jsonl, up to the start's scores or the last trained step
-        )
         self.last_line = time.monotonic()
 
     def open(self, folder, track):
-        """Begin to write in a run's folder; track: see make_tracker."""
+        """Begin to write in a run's folder; track: see make_tracker. Raises OSError."""
         self.track = track
+        write_source(folder / "log.txt")
         self.file = LineFile(folder / "log.txt")
         self.metrics_file = LineFile(folder / "metrics.jsonl")
         ERROR_LOGS[:] = [self.file]
 
-    def load_state_dict(self, saved):
-        """Take the lines from metrics.jsonl that a resumed run writes again."""
-        super().load_state_dict(saved)
+    def resume(self, step):
+        """Go on behind `step` in metrics.jsonl."""
         if self.metrics_file:
-            self.metrics_file.file.truncate(self.trained_bytes)
+            path = self.metrics_file.path
+            remove_repeated(path, step, lambda row: "train_time" not in row)
+            self.metrics_file = LineFile(path)
 
     def __call__(self, text, stream=None):
         """Write text to the file and to a stream, sys.stdout if it is None."""
@@ -4505,26 +4474,71 @@ class Log(Saved):
         """Write the metrics (name -> number) of a step to metrics.jsonl, tracker and log.
 
         seconds_left: of the run, if the step was trained. Then log.txt has it if it is one of the
-        first five or the last, or nothing was written for LOG_SECONDS; on a terminal the others overwrite one
-        line. A number that is not finite is null in metrics.jsonl: JSON has none.
+        first five or the last, or nothing was written for LOG_SECONDS; on a terminal the others
+        overwrite one line. A number that is not finite is null in metrics.jsonl: JSON has none.
         """
         if self.file is None:
             return
         metrics = {name: float(value) for name, value in metrics.items()}
-        numbers = {"step": step}
+        row = {"step": step}
         line = f"step:{step}/{self.iterations or '?'}"
         for name, value in metrics.items():
-            numbers[name] = value if math.isfinite(value) else None
+            row[name] = value if math.isfinite(value) else None
             line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
-        self.metrics_file.write(json.dumps(numbers))
-        if step == 0 or seconds_left is not None:
-            self.trained_bytes = self.metrics_file.file.seek(0, os.SEEK_END)
+        self.metrics_file.write(json.dumps(row))
         if self.track:
             self.track(metrics, step)
         if seconds_left is None or step <= 5 or step == self.iterations or self.is_due():
             self(line)
         elif sys.stdout.isatty():
             self.show(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}")
+
+
+# === end: log ===
+
+
+# === shared: run ===
+PACKING_NATS = 0.05  # more nats per token lost by packing than this are reported loudly
+MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
+
+
+def handle_stop_signals(handler):
+    """Let SIGTERM, SIGINT and SIGHUP call `handler` from here on; signal.SIG_DFL: end the process.
+
+    A SIGHUP that is ignored stays so: nohup has done it.
+    """
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handler)
+
+
+class StopSignal:
+    """Remembers SIGTERM, SIGINT or SIGHUP, so that the loop saves and stops.
+
+    A second signal ends the process at once.
+    """
+
+    def __init__(self):
+        self.number = 0  # of the signal; 0: there was none
+        self.received = 0.0
+        handle_stop_signals(self.receive)
+
+    def receive(self, number, frame):
+        """Handle a signal."""
+        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
+        if self.number and time.monotonic() - self.received > 1:
+            try:
+                text = f"{signal.Signals(number).name}: ended without a checkpoint\n"
+                write_stream(sys.stderr, text)
+            finally:  # whatever becomes of the text
+                os._exit(128 + number)
+        self.number = number
+        self.received = time.monotonic()
+
+    def on_any_rank(self, runtime):
+        """Return whether any rank has got a signal; every rank must call it."""
+        return runtime.sum(torch.tensor(self.number, device=runtime.device)).item() > 0
 
 
 @dataclass
@@ -4546,20 +4560,20 @@ class Run(Saved):
 
     def __post_init__(self):
         settings = self.settings
-        run_id = self.runtime.agree(settings.run_id or time.strftime("run_%Y%m%d_%H%M%S"))
-        self.folder = Path(settings.out_dir, run_id)
+        # Microseconds: two runs may start in the same second.
+        run_id = settings.run_id or f"run_{datetime.now():%Y%m%d_%H%M%S_%f}"
+        self.folder = Path(settings.out_dir, self.runtime.agree(run_id))
         if settings.resume:
             self.folder = find_run("RESUME", settings.resume, settings.out_dir)
         self.log = Log(settings.iterations)
-        self.parts = {"run": self, "log": self.log, "plan": self.plan, "clock": self.clock}
+        self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
         self.events = []
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.saved_step = -1  # of the newest checkpoint
-        self.ended = (
-            ""  # why training has ended: "iterations", "clock", "replay", "target" or "signal"
-        )
+        # Why training has ended: "iterations", "clock", "replay", "signal" or a word of the script.
+        self.ended = ""
         self.code_bytes = os.path.getsize(__file__)
         if settings.config:
             self.code_bytes += os.path.getsize(settings.config)
@@ -4572,9 +4586,9 @@ class Run(Saved):
         checkpoint = None
         if self.runtime.rank == 0:
             run_id = self.settings.run_id
-            faults = []
+            damaged = []
             if self.settings.resume:
-                checkpoint, faults = newest_checkpoint(self.folder)
+                checkpoint, damaged = checkpoint_to_resume(self.folder)
             elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
                 raise UserError(
                     f"RUN_ID={run_id!r}: must be a plain name that no run in OUT_DIR has; RESUME "
@@ -4583,28 +4597,22 @@ class Run(Saved):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.log.open(self.folder, make_tracker(self.settings, self.folder, checkpoint))
             write_header(self)
-            for fault in faults:
-                self.log(fault)
+            for line in damaged:
+                self.log(line)
         return self.runtime.agree(checkpoint)
 
-    def event(self, name, **facts):
+    def event(self, name, **values):
         """Log an event that result.json reports too."""
-        self.events.append({"event": name, **facts})
-        self.log(f"event: {name} {name_values(facts)}")
+        self.events.append({"event": name, **values})
+        self.log(f"event: {name} {name_values(values)}")
 
     def write_file(self, name, data):
         """Write a file of the folder, on rank 0 while the others wait; return its path."""
         path = self.folder / name
         if self.runtime.rank == 0:
             replace_file(path, data)
-        self.runtime.agree(None)
+        self.runtime.agree(None)  # a barrier
         return path
-
-    def write_json(self, name, facts):
-        """Write facts, events and settings into a file of the folder; return them all."""
-        facts = {**facts, "events": self.events, "settings": asdict(self.settings)}
-        self.write_file(name, (json.dumps(facts, indent=1) + "\n").encode())
-        return facts
 
     def meta(self):
         """Return what a checkpoint says about itself."""
@@ -4625,19 +4633,19 @@ class Run(Saved):
         )
         if self.saved_step == self.step:
             return
-        # On all ranks, because those of a sharded run have to join their parts.
+        # On all ranks, because those of a sharded run have to join their tensors.
         training = {name: part.state_dict() for name, part in self.parts.items()}
         if self.runtime.rank == 0:
-            files = {"model": training.pop("network"), "training": training}
+            states = {"model": training.pop("network"), "training": training}
             try:
-                save_checkpoint(self.folder, self.step, files, self.meta())
+                save_checkpoint(self.folder, self.step, states, self.meta())
+                self.saved_step = self.step
                 self.log(f"step:{self.step} saved")
             except OSError as error:
                 if not list_checkpoints(self.folder):
                     raise
                 self.event("save_failed", step=self.step, error=str(error))
-        self.saved_step = self.step
-        self.runtime.agree(None)
+        self.saved_step = self.runtime.agree(self.saved_step)
 
     def load(self, folder, optional=(), place=None):
         """Restore a checkpoint. Raises UserError if the run would become another one.
@@ -4645,100 +4653,36 @@ class Run(Saved):
         optional: names of parts that it may lack. place: where its tensors are read, the device of
         the run if it is None.
         """
-        meta = read_meta(folder)
-        for name, value in self.identity.items():
-            before = meta["identity"].get(name)
-            if before != value:
-                raise UserError(f"{name.upper()}={value!r}: must stay {before!r} under RESUME")
-        read = functools.partial(
-            torch.load, map_location=place or self.runtime.device, weights_only=True, mmap=True
-        )
-        try:
-            states = {**read(folder / "training.pt"), "network": read(folder / "model.pt")}
-            for name, part in self.parts.items():
-                if name in states or name not in optional:
-                    part.load_state_dict(states[name])
-            if self.step != meta["step"]:
-                raise ValueError(f"it was changed, and is of step {self.step}")
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # torch.load raises anything for what torch.save did not write
-            fault = " ".join(str(error).split())
-            raise UserError(
-                f"RESUME: {folder} is no checkpoint of this run: {fault:.300}"
-            ) from None
+        meta = json.loads((folder / "meta.json").read_bytes())
+        check_identity(self.identity, meta["identity"])
+        load_parts(self.parts, folder, optional, place or self.runtime.device)
         self.saved_step = self.step
+        self.log.resume(self.step)
         changed = changed_settings(self.settings, meta["settings"])
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
 
-    def end_training(self):
-        """Log why training has ended, and write progress.json, which a replay needs."""
-        self.ended = self.ended or self.clock.end_reason(self.step)
-        settings = self.settings
-        reason = {
-            "iterations": "all steps are done",
-            "target": "the loss of validation has reached its target",
-            "replay": f"so has the run that REPLAY={settings.replay} repeats",
-            "clock": f"MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds:g} less "
-            f"RESERVE_SECONDS={settings.reserve_seconds:g} leave no time for another one",
-        }[self.ended]
-        text = f"step {self.step} of {self.log.iterations or 'no limit'}: {reason}"
-        is_early = self.ended == "clock" and self.log.iterations
-        self.log(f"training has ended after {text}", sys.stderr if is_early else None)
-        if is_early:
-            self.event("ended_by_clock", step=self.step, iterations=self.log.iterations)
-        self.write_json("progress.json", {"progress": self.clock.used})
 
-    def leave_stopped(self, stop_signal):
-        """Log that a signal stopped the run, which is saved; return the exit code."""
-        number = signal.Signals(stop_signal.number or signal.SIGTERM)
-        self.log(
-            f"stopped by {number.name} after step {self.step}; RESUME={self.folder} continues it"
-        )
-        self.runtime.leave()
-        return 128 + number
+def check_identity(identity, before):
+    """Raise UserError if a value that must not change is another one than in the checkpoint."""
+    for name, value in before.items():
+        if identity.get(name) != value:
+            given = identity.get(name)
+            raise UserError(f"{name.upper()}={given!r}: must stay {value!r} under RESUME")
 
-    def write_artifact(self, content):
-        """Write model.upar, and log what became of plan and clock; return the artifact's path."""
-        seconds = self.clock.elapsed()
-        self.log(self.plan.describe())
-        if self.clock.limit < seconds:
-            self.event("over_clock", seconds=seconds)
-        return self.write_file("model.upar", content)
 
-    def write_result(self, facts, content):
-        """Write result.json, and log it; return the exit code of the run: 1 if it has a fault.
-
-        facts: what the script reports beside the facts of every run. content: of the artifact.
-        """
-        result = {
-            "script": Path(__file__).name,
-            "run_id": self.folder.name,
-            "seed": self.settings.seed,
-            "code_sha256": sha256_file(__file__),
-            **describe_machine(self.runtime),
-            "world_size": self.runtime.world_size,
-            "steps": self.step,
-            "ended": self.ended,
-            "skipped_steps": self.skipped_steps,
-            "train_seconds": self.clock.elapsed(),
-            **facts,
-            "artifact": str(self.folder / "model.upar"),
-            "artifact_sha256": hashlib.sha256(content).hexdigest(),
-            "artifact_bytes": len(content),
-            "code_bytes": self.code_bytes,
-            "total_bytes": self.code_bytes + len(content),
-            "phases": self.plan.phases,
-        }
-        result = self.write_json("result.json", result)
-        self.log("---")
-        for key, value in result.items():
-            if not isinstance(value, dict):
-                self.log(f"{key}: {value}")
-        faults = result_faults(self, result)
-        for fault in faults:
-            self.log(f"error: {fault}; everything was saved", sys.stderr)
-        return 1 if faults else 0
+def load_parts(parts, folder, optional, device):
+    """Give the parts of a run their states in a checkpoint; see Run.load. Raises UserError."""
+    read = functools.partial(torch.load, map_location=device, weights_only=True, mmap=True)
+    try:
+        states = {**read(folder / "training.pt"), "network": read(folder / "model.pt")}
+        for name, part in parts.items():
+            if name in states or name not in optional:
+                part.load_state_dict(states[name])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # each part has errors of its own for a state that does not fit
+        reason = " ".join(str(error).split())
+        raise UserError(f"RESUME: {folder} is no checkpoint of this run: {reason:.300}") from None
 
 
 def changed_settings(settings, before):
@@ -4751,31 +4695,12 @@ def changed_settings(settings, before):
 
 
 def write_header(run):
-    """Log the script's source, the command, the machine and all settings; * marks a change."""
-    source = Path(__file__).read_text(encoding="utf-8") + "\n" + "=" * 120
-    if f"{source}\n" not in (run.folder / "log.txt").read_text(encoding="utf-8"):
-        run.log.file.append(source)
+    """Log the command, the machine and all settings; * marks those that are not the default."""
     run.log(f"command: {' '.join(sys.argv)}")
     run.log(name_values(describe_machine(run.runtime)))
     for name, value in asdict(run.settings).items():
         mark = " " if value == getattr(Settings, name) else "*"
         run.log(f"{mark} {name.upper()}={setting_text(value)}")
-
-
-def log_step(run, metrics, loss_name="loss"):
-    """Log the step before, if its report has come; with a signal that a rank has got the run ends.
-
-    metrics: name -> number or 0-d tensor, of that step.
-    """
-    report = run.clock.previous_report()
-    if report is None:
-        return
-    count_skipped(run, report)
-    if report.stop_requested:
-        run.ended = "signal"
-    times = {"train_time": 1000 * report.seconds, "step_avg": 1000 * report.seconds / run.step}
-    values = {loss_name: report.loss, "grad_norm": report.grad_norm, **metrics, **times}
-    run.log.metrics(run.step, values, run.clock.budget - report.seconds)
 
 
 def count_skipped(run, report):
@@ -4790,61 +4715,90 @@ def count_skipped(run, report):
     run.skipped_steps += 1
     run.skipped_in_a_row += 1
     run.event("skipped_step", step=run.step, loss=str(report.loss))
-    from_start = run.skipped_steps == run.step
-    fault = ""
-    if run.skipped_in_a_row == 1:
-        state = run.parts["network"].state_dict()
-        bad = run.runtime.agree([name for name in state if not state[name].isfinite().all()])
-        if bad:
-            fault = f"the weights {bad[0]} are not finite"
+    state = run.parts["network"].state_dict()
+    bad = run.runtime.agree([name for name in state if not state[name].isfinite().all()])
+    if bad:
+        error = f"the weights {bad[0]} are not finite"
     elif run.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-        fault = f"{run.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
-        if not from_start:
-            fault += f"; the last checkpoint of {run.folder} is good"
-    if fault and from_start:
-        fault += (
-            f", from the first step on: INIT_FROM={run.settings.init_from!r} or the data are bad"
-        )
-    if fault:
-        raise FloatingPointError(fault)
+        error = f"{run.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
+    else:
+        return
+    if run.skipped_steps == run.step:
+        start = run.settings.init_from
+        error += f", from the first step on: INIT_FROM={start!r} or the data are bad"
+    elif not bad:
+        error += f"; the last checkpoint of {run.folder} is good"
+    raise FloatingPointError(error)
 
 
-def result_faults(run, result):
-    """Return a line on each thing for which a run is not what its settings ask for."""
-    faults = []
-    for name in run.plan.planned.keys() - run.plan.phases:
-        if run.ended != "target":  # such a run may end before its phases
-            faults.append(f"phase {name} was enabled and never fired")
-    if 0 < run.settings.artifact_bytes_max < result["total_bytes"]:
-        faults.append("code and artifact exceed ARTIFACT_BYTES_MAX")
-    return faults + [f"the score {name} is not finite" for name in bad_scores(result)]
+def log_step(run, metrics, loss_name="loss"):
+    """Log the step before, if its report has come; with a signal that a rank has got the run ends.
+
+    metrics: name -> number or 0-d tensor, of that step.
+    """
+    report = run.clock.previous_report()
+    if report is None:
+        return
+    count_skipped(run, report)
+    if report.stop_requested:
+        run.ended = "signal"
+    step_seconds = report.seconds / run.step
+    times = {"train_time": 1000 * report.seconds, "step_avg": 1000 * step_seconds}
+    seconds_left = min(
+        run.clock.budget - report.seconds, (run.clock.iterations - run.step) * step_seconds
+    )
+    values = {loss_name: report.loss, "grad_norm": report.grad_norm, **metrics, **times}
+    run.log.metrics(run.step, values, seconds_left)
 
 
-def bad_scores(result):
-    """Return the names of a result's scores that are not finite; of a mean with an interval, the mean."""
-    scores = {name: result.get(name) for name in ("val_loss", "val_bpb")}
-    for group in ("before", "after", "packed"):
-        for name, value in result.get(group, {}).items():
-            scores[f"{group} {name}"] = value[0] if isinstance(value, list) else value
-    return [
-        name
-        for name, value in scores.items()
-        if isinstance(value, float) and not math.isfinite(value)
-    ]
+def leave_stopped(run, stop_signal):
+    """Log that a signal stopped the run, and where RESUME continues it; return the exit code."""
+    number = signal.Signals(stop_signal.number or signal.SIGTERM)
+    text = f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it"
+    if run.saved_step < run.step:
+        text += f" from step {run.saved_step}: the last save failed"
+    run.log(text)
+    run.runtime.leave()
+    return 128 + number
 
 
-def write_final(run, tensors, weights, tokenizer):
+def write_record(run, name, values):
+    """Write values, events and settings into a JSON file of a run's folder; return them all."""
+    record = {**values, "events": run.events, "settings": asdict(run.settings)}
+    run.write_file(name, (json.dumps(record, indent=1) + "\n").encode())
+    return record
+
+
+def end_training(run):
+    """Log why training has ended, and write progress.json, which a replay needs."""
+    settings = run.settings
+    run.ended = run.ended or run.clock.end_reason(run.step)
+    reasons = {
+        "iterations": "all steps are done",
+        "replay": f"the run that REPLAY={settings.replay} repeats ended here",
+        "clock": f"MAX_WALLCLOCK_SECONDS={settings.max_wallclock_seconds:g} less "
+        f"RESERVE_SECONDS={settings.reserve_seconds:g} leave no time for another one",
+    }
+    iterations = run.log.iterations
+    text = f"step {run.step} of {iterations or 'no limit'}: {reasons.get(run.ended, run.ended)}"
+    is_early = run.ended == "clock" and iterations
+    run.log(f"training has ended after {text}", sys.stderr if is_early else None)
+    if is_early:
+        run.event("ended_by_clock", step=run.step, iterations=iterations)
+    run.log(run.plan.describe())
+    write_record(run, "progress.json", {"progress": run.clock.used})
+
+
+def write_final(run, tensors):
     """Write the folder `final`, in the form of a checkpoint: the weights that were packed, before
-    they were rounded. weights: which they are, raw or an average.
+    they were rounded.
 
     INIT_FROM takes them from there: the artifact does not have a change of a weight that is
     smaller than its step.
     """
     if run.runtime.rank == 0:
-        identity = {**run.identity, "tokenizer_sha256": tokenizer.sha256}
-        meta = {**run.meta(), "identity": identity, "weights": weights}
-        write_checkpoint(run.folder / "final", {"model": tensors}, meta)
-    run.runtime.agree(None)
+        write_checkpoint(run.folder / "final", {"model": tensors}, run.meta())
+    run.runtime.agree(None)  # a barrier
 
 
 def report_packing(run, nats):
@@ -4860,7 +4814,66 @@ def report_packing(run, nats):
         )
 
 
-# === end: checkpoint ===
+def bad_scores(result):
+    """Return the names of a result's scores that are not finite. A mean stands before its interval,
+    which one row does not have.
+    """
+    names = [name for name in ("val_loss", "val_bpb") if not math.isfinite(result.get(name, 0.0))]
+    for group in ("before", "after", "packed"):
+        for name, value in result.get(group, {}).items():
+            if not np.isfinite(np.ravel(value)[0]):
+                names.append(f"{group} {name}")
+    return names
+
+
+def result_errors(run, result):
+    """Return the errors of a finished run: what it has done otherwise than its settings ask for."""
+    missed = run.plan.planned.keys() - run.plan.phases
+    errors = [f"phase {name} was enabled and never fired" for name in missed]
+    if 0 < run.settings.artifact_bytes_max < result["total_bytes"]:
+        errors.append("code and artifact exceed ARTIFACT_BYTES_MAX")
+    return errors + [f"the score {name} is not finite" for name in bad_scores(result)]
+
+
+def write_result(run, values, content):
+    """Write result.json, and log it; return the exit code of the run: 1 if it has errors.
+
+    values: what the script reports beside that of every run. content: of the artifact.
+    """
+    seconds = run.clock.elapsed()
+    if run.clock.limit < seconds:
+        run.event("over_clock", seconds=seconds)
+    result = {
+        "script": Path(__file__).name,
+        "run_id": run.folder.name,
+        "seed": run.settings.seed,
+        "code_sha256": sha256_file(__file__),
+        **describe_machine(run.runtime),
+        "world_size": run.runtime.world_size,
+        "steps": run.step,
+        "ended": run.ended,
+        "skipped_steps": run.skipped_steps,
+        "train_seconds": seconds,
+        **values,
+        "artifact": str(run.folder / "model.upar"),
+        "artifact_sha256": hashlib.sha256(content).hexdigest(),
+        "artifact_bytes": len(content),
+        "code_bytes": run.code_bytes,
+        "total_bytes": run.code_bytes + len(content),
+        "phases": run.plan.phases,
+    }
+    result = write_record(run, "result.json", result)
+    run.log("---")
+    for key, value in result.items():
+        if not isinstance(value, dict):
+            run.log(f"{key}: {value}")
+    errors = result_errors(run, result)
+    for error in errors:
+        run.log(f"error: {error}; everything was saved", sys.stderr)
+    return 1 if errors else 0
+
+
+# === end: run ===
 
 
 # === shared: split ===
@@ -5488,7 +5501,7 @@ def finish(run, trainer, tokenizer, metrics, loss):
     `final` gives back: the chosen weights, adapters merged, before they were rounded.
     """
     handle_stop_signals(signal.SIG_DFL)
-    run.end_training()
+    end_training(run)
     run.clock.start()
     # Adapters are quantized as parts of the weights that they change.
     trainer.qat = not run.settings.lora_rank
@@ -5506,8 +5519,8 @@ def finish(run, trainer, tokenizer, metrics, loss):
             meta={"seed": run.settings.seed, "tokenizer": tokenizer.file},
         )
     run.clock.stop()
-    content = run.write_artifact(content).read_bytes()
-    write_final(run, state, chosen, tokenizer)
+    content = run.write_file("model.upar", content).read_bytes()
+    write_final(run, state)
     trainer.take_file(run.folder / "final")
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
@@ -5965,8 +5978,8 @@ def main():
         run.step += 1
 
     clock.stop()
-    if run.ended == "signal":
-        return run.leave_stopped(stop_signal)
+    if stop_signal.on_any_rank(runtime):  # also during the last save
+        return leave_stopped(run, stop_signal)
 
     def loss_of_choice():
         scores = trainer.score(data.choice)
@@ -6000,7 +6013,7 @@ def main():
         "train_pairs": len(data.train),
         "total_seconds": time.perf_counter() - begin,
     }
-    exit_status = run.write_result(facts, content)
+    exit_status = write_result(run, facts, content)
     runtime.leave()
     return exit_status
 

@@ -543,9 +543,11 @@ def test_a_run_folder_is_made_once(tmp_path):
     assert (runs / "first" / "log.txt").read_text() == "kept"
 
 
-def test_a_run_without_a_name_is_named_after_the_date(tmp_path):
-    folder = open_run(tmp_path, "")
-    assert re.fullmatch(r"run_\d{8}_\d{6}", folder.name) and [*tmp_path.iterdir()] == [folder]
+def test_runs_without_a_name_are_named_after_the_time(tmp_path):
+    """Two of them may start in the same second."""
+    folders = {open_run(tmp_path, "") for _ in range(2)}
+    assert folders == {*tmp_path.iterdir()} and len(folders) == 2
+    assert all(re.fullmatch(r"run_\d{8}_\d{6}_\d{6}", folder.name) for folder in folders)
 
 
 @pytest.mark.parametrize("run_id", ["..", "a/b", "../a", "/a", "a/"])

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +53,6 @@ def run_of(module, folder, kind, rank=0):
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module):
     found = []
-    texts = []
     calls = []
 
     class Writer:
@@ -63,9 +62,6 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
 
         def add_scalar(self, name, value, step):
             found.append((name, value, step))
-
-        def add_text(self, name, text, step):
-            texts.append((name, text.splitlines()[:2], step))
 
         def flush(self):
             calls.append("flush")
@@ -89,15 +85,32 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind, module
     folder = tmp_path / "a"
     if kind == "tensorboard":  # what is written is there, whatever comes
         assert str(calls[0]) == str(folder) and calls[-1] == "flush"
-        assert texts == [("settings", ["    run_id=a", f"    out_dir={tmp_path}"], 0)]
     else:
-        own = dict(project="underpar", name="a", dir=str(folder), config=vars(run.settings))
-        assert calls == [own]
+        (own,) = calls
+        run_id = own.pop("id")
+        expected = dict(project="underpar", name="a", dir=str(folder), resume="allow")
+        assert own == expected | dict(config=vars(run.settings))
+        module.make_tracker(run.settings, folder, folder / "step_000007")
+        assert calls[1]["id"] == run_id  # the resumed run is the same one
     lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
     assert lines[-2:] == [f"step:3/? {LINE}", f"step:7/? {LINE} bad:nan"]
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [{"step": 3}, {"step": 6}, {"step": 7, "bad": None}]
     assert [json.loads(line) for line in lines] == [METRICS | step for step in steps]
+
+
+@pytest.mark.parametrize(("iterations", "seconds", "left"), [(10, 0, 6), (0, 30, 26), (10, 9, 5)])
+def test_a_terminal_has_the_seconds_that_are_left(monkeypatch, iterations, seconds, left):
+    """Of the clock, or of the steps if these end first: four are done, in 4 s."""
+    limits = dict(iterations=iterations, max_wallclock_seconds=seconds, reserve_seconds=0)
+    settings = replace(T.Settings(), **limits)
+    clock = T.Clock(settings, T.Runtime(0, 1, torch.device("cpu"), False))
+    report = T.StepReport(loss=1.0, grad_norm=1.0, stop_requested=False, seconds=4.0)
+    monkeypatch.setattr(clock, "previous_report", lambda: report)
+    shown = []
+    log = SimpleNamespace(metrics=lambda step, metrics, seconds_left: shown.append(seconds_left))
+    T.log_step(SimpleNamespace(clock=clock, log=log, step=4, skipped_in_a_row=0), {})
+    assert shown == [left]
 
 
 def test_without_a_tracker_nothing_is_imported(monkeypatch, tmp_path):

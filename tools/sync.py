@@ -57,6 +57,8 @@ ORDER = (
     "starts",
     "evaluation",
     "checkpoint",
+    "log",
+    "run",
     "generation",
     "split",
     "rewards",
