@@ -821,7 +821,7 @@ def rerun_row(claim: dict, result: dict, machine: str) -> list:
     """Return the table's row of a beaten record that was run again beside the record of `result`."""
     name = claim["against"]
     what = f"`{name[11:]}` run again, on another machine."
-    link = f"[{name}](records/{result['track']}/{name}/README.md)"
+    link = f"[{name}]({result['track']}/{name}/README.md)"
     return [f"{claim['mean']:.4f}", machine, len(claim["logs"]), link, what, "", ""]
 
 
@@ -838,7 +838,7 @@ def record_row(track: Path, result: dict, machine: str, reruns: list[str]) -> li
         "; ".join([score, *reruns]),
         machine,
         len(result["seeds"]),
-        f"[{name}](records/{track.name}/{name}/README.md)",
+        f"[{name}]({track.name}/{name}/README.md)",
         changed[1] if changed else "",
         "; ".join(claims),
         f"{max(seed['total_bytes'] for seed in result['seeds']):,}",
@@ -854,7 +854,8 @@ def has_counts(folder: Path) -> bool:
 def leaderboard(track: Path) -> tuple[str, str]:
     """Return the tables of a track's records, of networks alone and of those with counts of n-grams.
 
-    They go by machine, and for each machine the best is first. A table without a row is "".
+    They go by machine, and for each machine the best is first. A table without a row is "". Links
+    begin at records/.
     """
     rules = read_track(track).rules
     machines = read_machines(track)
@@ -882,7 +883,7 @@ def leaderboard(track: Path) -> tuple[str, str]:
     order = list(dict.fromkeys([*machines.values(), ""]))
     rows.sort(key=lambda row: (order.index(row[1]), row[2]))
     head = ["bits per byte", "machine", "seeds", "record", "what changed", "better than", "bytes"]
-    link = f"[{track.name}](records/{track.name}/README.md)"
+    link = f"[{track.name}]({track.name}/README.md)"
     titles = {False: f"{rules['title']} ({link}):", True: "Older records, with counts of n-grams:"}
     tables = []
     for counts, title in titles.items():
@@ -891,27 +892,21 @@ def leaderboard(track: Path) -> tuple[str, str]:
     return tuple(tables)
 
 
-def update_tables(records: Path, write: bool) -> list[str]:
-    """Return which tables in records/README.md and README.md are old; `write` updates them."""
+def update_table(records: Path, write: bool) -> list[str]:
+    """Return the fault that the table in records/README.md is old, if so; `write` updates it."""
     tracks = sorted(path.parent for path in records.glob("*/track.json"))
-    tables = [leaderboard(track) for track in tracks]
-    lines = []
-    for page in (records / "README.md", records.parent / "README.md"):
-        # The front page has the networks alone.
-        own_tables = "\n\n".join(networks for networks, _ in tables)
-        if page.parent == records:
-            every = filter(None, itertools.chain(*tables))
-            own_tables = "\n\n".join(every).replace("](records/", "](")
-        text = page.read_text(encoding="utf-8")
-        try:
-            new_text = replace_marked(text, "records", own_tables)
-        except SystemExit as error:
-            raise RecordError(f"{page}: {str(error).removeprefix('error: ')}") from None
-        if write:
-            page.write_text(new_text, encoding="utf-8")
-        elif new_text != text:
-            lines.append(f"{page}: <!-- records --> to <!-- /records -->: run `table`")
-    return lines
+    tables = itertools.chain.from_iterable(map(leaderboard, tracks))
+    page = records / "README.md"
+    text = page.read_text(encoding="utf-8")
+    try:
+        new_text = replace_marked(text, "records", "\n\n".join(filter(None, tables)))
+    except SystemExit as error:
+        raise RecordError(f"{page}: {str(error).removeprefix('error: ')}") from None
+    if write:
+        page.write_text(new_text, encoding="utf-8")
+    elif new_text != text:
+        return [f"{page}: <!-- records --> to <!-- /records -->: run `table`"]
+    return []
 
 
 def read_runs(args: argparse.Namespace) -> list[Log]:
@@ -1060,7 +1055,7 @@ def make_submission(args: argparse.Namespace) -> Path:
 
 # -------------------------------------------------------------------------------------------- main
 def check(args: argparse.Namespace) -> list[str]:
-    """Return the faults of the given records; of all records and the tables if none is given."""
+    """Return the faults of the given records; of all records and the table if none is given."""
     lines = []
     for folder in args.folders or list_records(args.records):
         path = folder.resolve()
@@ -1069,7 +1064,7 @@ def check(args: argparse.Namespace) -> list[str]:
             own = check_artifact_scores(path, args.data)
         lines += [f"{folder}: {fault}" for fault in own]
     if not args.folders and not lines:
-        return update_tables(args.records, write=False)
+        return update_table(args.records, write=False)
     return lines
 
 
@@ -1105,11 +1100,11 @@ def main() -> int:
     add_run_arguments(commands.add_parser("new", help="a record of finished runs"), True)
     checker = commands.add_parser("check", help="a line for every fault of records")
     checker.add_argument(
-        "folders", nargs="*", type=Path, metavar="FOLDER", help="none: all, and the tables"
+        "folders", nargs="*", type=Path, metavar="FOLDER", help="none: all, and the table"
     )
     checker.add_argument("--artifact", action="store_true", help="score the artifacts again, too")
     checker.add_argument("--data", default="", help="where the track's data are now")
-    commands.add_parser("table", help="rewrite the tables in records/README.md and README.md")
+    commands.add_parser("table", help="rewrite the table in records/README.md")
     golf = commands.add_parser("submission", help="a Parameter Golf submission of finished runs")
     add_run_arguments(golf, False)
     golf.add_argument("--author", required=True)
@@ -1127,7 +1122,7 @@ def main() -> int:
             print(f"{make_submission(args)}: written and checked")
             return 0
         if args.command == "table":
-            update_tables(args.records, write=True)
+            update_table(args.records, write=True)
         else:
             faults = check(args)
     except OSError as error:
