@@ -418,7 +418,6 @@ MISTAKES = [
     (add("val", "decoded_bytes", 1), "bytes.*manifest.json"),
     (add("val", "decoded_bytes", -1), "bytes.*manifest.json"),
     (add("train", "tokens", 1), "number of tokens than the shards"),
-    ({"HOLDOUT_TOKENS": 0}, "HOLDOUT_TOKENS"),
     ({"TRAIN_SEQ_LEN": 8192}, "TRAIN_SEQ_LEN=8192: no such window .*EMA=0 SWA=0"),
     ({"TRAIN_SEQ_LEN": 10**8}, "TRAIN_SEQ_LEN=100000000: must be at most"),
     ({"TRAIN_BATCH_TOKENS": 500}, "TRAIN_BATCH_TOKENS=500: must be a multiple of .*32"),

@@ -221,10 +221,11 @@ OTHER_NAMES = {
     "EMBED_BITS": 8,
     "EMBED_LR": "TIED_EMBED_LR",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "GPTQ_CALIBRATION_BATCHES": 0,
+    "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HEAD_LR": 0.004,
+    "HOLDOUT_TOKENS": 131072,
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
     "LOGIT_SOFTCAP": 30.0,
@@ -301,7 +302,6 @@ OUR_SETTINGS = {
     "GRAD_CLIP_NORM",
     "GROUP_SIZE",
     "HELD_OUT",
-    "HOLDOUT_TOKENS",
     "IMPORTANCE",
     "INIT_FROM",
     "ITERATIONS",
@@ -404,41 +404,37 @@ def setting_text(value):
 
 
 def parse_setting(setting, text):
-    """Return the value of a setting written as text; text that is none stays, for check_settings."""
+    """Return the value of a setting that is written as text. Raises UserError: what is allowed."""
     kind = setting.type
+    value = text
+    if kind is str:
+        return text
     if kind is Paths:
         # A shell replaces `~` in OUT_DIR=~/x, but not in a config, in quotes or in --out_dir=~/x.
         return ",".join(map(os.path.expanduser, text.split(",")))
-    if text in ("0", "1") and (kind is bool or True in get_args(kind)):
-        return text == "1"
     if kind in (int, float):
+        low, high = setting.metadata.get("bounds", (0, math.inf))
+        allowed = f"a {'whole ' * (kind is int)}number from {low} to {high}"
         with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
+            value = kind(text)
+            if low <= value <= high and value < math.inf:  # a NaN is in no range
+                return value
+    else:
+        choices = {setting_text(choice): choice for choice in get_args(kind) or (False, True)}
+        allowed = f"one of {', '.join(choices)}"
+        if text in choices:
+            return choices[text]
+    raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
 
 
 def check_settings(settings):
-    """Check type, choice and range of every field of a settings dataclass. Raises UserError."""
+    """Check all fields of a settings dataclass, which a program may have built. Raises UserError."""
     for setting in fields(settings):
         value = getattr(settings, setting.name)
-        kind = setting.type
-        choices = get_args(kind)
-        low, high = setting.metadata.get("bounds", (0, math.inf))
-        if choices:
-            is_allowed = value in choices
-            allowed = f"one of {', '.join(map(setting_text, choices))}"
-        elif kind is bool:
-            is_allowed = isinstance(value, bool)
-            allowed = "0 or 1 (in a program a bool)"
-        elif kind in (str, Paths):
-            is_allowed = isinstance(value, str)
-            allowed = "a string"
-        else:
-            # An int may stand for a float, but True for no number; a NaN is in no range.
-            is_allowed = type(value) in (int, kind) and low <= value <= high and value < math.inf
-            allowed = f"a {'whole ' * (kind is int)}number from {low} to {high}"
-        if not is_allowed:
-            raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
+        kind = type(parse_setting(setting, setting_text(value)))
+        # An int may stand for a float, but no number for a bool and no bool for a number.
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            raise UserError(f"{setting.name.upper()}={value!r}: must be of type {kind.__name__}")
 
 
 def check_name(name, text, names):
@@ -456,8 +452,6 @@ def check_name(name, text, names):
             if float(text) == OTHER_NAMES[meant]:
                 return
         message += f", in which {meant} is always {OTHER_NAMES[meant]}"
-        if meant == "GPTQ_CALIBRATION_BATCHES":
-            message += "; GPTQ is python quantize.py pack RUN OUT --gptq DATA"
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(
@@ -467,51 +461,47 @@ def check_name(name, text, names):
 
 def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
-    are none here: near misses, names in the tables above, constants of this script.
+    are none here: near misses, names in the tables above, numbers that this script has as constants.
     """
-    constants = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *filter(str.isupper, constants), "CONFIG"}
+    numbers = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
-        for name in environ.keys() - ignored
+        for name in sorted(environ.keys() - ignored)
         if name in known or difflib.get_close_matches(name, names, 1, 0.85)
     }
 
 
-def parse_config_line(line):
-    """Return name and text of a line of a config file, as a shell reads it, except that a value
+def read_value(text):
+    """Return the value behind NAME= in a config file, as a shell reads it, except that a value
     without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
     """
-    match = re.fullmatch(r"(?:export\s+)?([^#=\s]+)\s*=(.*)", line.strip())
-    if match is None:
-        raise ValueError("is not NAME=value")
-    name, text = match.groups()
     if text.strip()[:1] not in ("'", '"'):
-        return name, re.split(r"\s#", text)[0].strip()  # it's and a#b are text
+        return re.split(r"\s#", text)[0].strip()  # it's and a#b are text
     words = shlex.split(text, comments=True)
     if len(words) > 1:
         raise ValueError("has text behind the closing quotation")
-    return name, words[0]
+    return words[0]
 
 
 def read_config(path):
     """Return the lines NAME=value of a config file. Raises UserError, which names file and line."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # Windows writes a mark before the text
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # Windows writes a mark
     except (OSError, ValueError) as error:
         raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
     given = {}
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
+    for number, line in enumerate(lines, 1):
+        if line.strip()[:1] in ("", "#"):
             continue
+        match = re.fullmatch(r"(?:export\s+)?([^#=\s]+)\s*=(.*)", line.strip())
         try:
-            name, value = parse_config_line(line)
-            if name in given or name == "CONFIG":
-                raise ValueError(f"{name} cannot stand in a config, or not twice")
+            if match is None or match[1] in {**given, "CONFIG": path}:
+                raise ValueError("must be NAME=value, each name once, and not CONFIG")
+            given[match[1]] = read_value(match[2])
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {line!r}: {error}") from None
-        given[name] = value
     return given
 
 
@@ -519,24 +509,25 @@ def read_arguments(arguments):
     """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
     given = {}
     for argument in arguments:
-        name, equals, value = argument.removeprefix("--").partition("=")
+        name, equals, text = argument.removeprefix("--").partition("=")
         if not equals and argument.endswith(".env"):
-            name = "config"
-            value = argument
+            name = "CONFIG"
+            text = argument
         elif not equals:
             raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
         if name.upper() in given:
             raise UserError(f"{argument!r}: the command line has {name.upper()} twice")
-        given[name.upper()] = value
+        given[name.upper()] = text
     return given
 
 
 def load_settings(cls, environ, arguments=(), presets=(), stored=None):
-    """Return the settings of dataclass `cls`: defaults < CONFIG file < environment < arguments.
+    """Return the settings of dataclass `cls`: defaults < presets < stored < CONFIG file <
+    environment < arguments.
 
-    presets: NAME of a setting -> choice -> values of other settings. Values given in the same place
-    override them, so a preset chosen in the environment overrides the file. stored: function of the
-    given values (NAME -> value) that returns values in place of the defaults.
+    presets: NAME of a setting -> choice -> values of other settings. One that is chosen above the
+    CONFIG file replaces the file's values, too. stored: function of the given values (NAME ->
+    value) that returns those of a run or a network that they name.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
     if not {"--help", "-h"}.isdisjoint(arguments):
@@ -547,20 +538,21 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     above = {**read_environment(environ, settings), **read_arguments(arguments)}
     path = os.path.expanduser(above.get("CONFIG", ""))
     config = read_config(path) if path else {}
-    layers = []
-    for texts in (config, above):
-        for name in sorted(texts.keys() - {*settings, "CONFIG"}):
-            check_name(name, texts[name], settings)
-        names = texts.keys() & settings
-        layers.append({name: parse_setting(settings[name], texts[name]) for name in names})
-
-    given = {**layers[0], **layers[1]}
-    values = stored(given) if stored else {}
-    for layer in layers:
-        for name in layer.keys() & presets:
-            # A choice in the file has no effect if the environment or an argument has another.
-            values.update(presets[name].get(given[name], {}))
-        values.update({name.lower(): value for name, value in layer.items()})
+    for name in above.keys() & presets:
+        for replaced in presets[name].get(above[name], {}):
+            config.pop(replaced.upper(), None)
+    given = {}
+    for name, text in {**config, **above}.items():
+        if name in settings:
+            given[name] = parse_setting(settings[name], text)
+        elif name != "CONFIG":  # a script without this setting reads the file, too
+            check_name(name, text, settings)
+    values = {}
+    for name in given.keys() & presets:
+        values.update(presets[name].get(given[name], {}))
+    if stored:
+        values.update(stored(given))
+    values.update({name.lower(): value for name, value in given.items()})
     # A preset of ARCH_MODE has more fields of the network's shape than there are settings.
     return cls(**{name: values[name] for name in values.keys() & cls.__dataclass_fields__})
 
@@ -4295,7 +4287,10 @@ def read_record(setting, path):
         check_json(record, {"settings": {}}, "it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(f"{setting}: {path} cannot be read: {error}") from None
-    names = record["settings"].keys() ^ Settings.__dataclass_fields__.keys()
+    # A setting that has become a constant since then may stand there with the constant's value.
+    retired = {name.lower(): value for name, value in OTHER_NAMES.items()}
+    names = {name for name, value in record["settings"].items() if value != retired.get(name)}
+    names ^= Settings.__dataclass_fields__.keys()
     if names:
         names = ", ".join(sorted(names)).upper()
         raise UserError(

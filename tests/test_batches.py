@@ -104,9 +104,10 @@ def test_an_epoch_of_steps_reads_every_window_once(tmp_path):
     assert len(orders) == 4
 
 
-def test_held_out_windows_are_from_all_over_and_never_read(tmp_path):
+def test_held_out_windows_are_from_all_over_and_never_read(tmp_path, monkeypatch):
     stream = make_stream(tmp_path, "a", np.arange(5003), vocab_size=1 << 16)
-    settings = T.Settings(train_seq_len=8, holdout_tokens=477)
+    settings = T.Settings(train_seq_len=8)
+    monkeypatch.setattr(T, "HOLDOUT_TOKENS", 477)
     windows, held_out = T.split_windows(stream, 0.5, settings)
     assert len(held_out) == 30 and len(windows) == 595
     assert sorted([*windows, *held_out]) == list(range(625))
@@ -116,7 +117,7 @@ def test_held_out_windows_are_from_all_over_and_never_read(tmp_path):
     read = {token // 8 for step in range(23) for token in rows(of, step)[:, 0].tolist()}
     assert not read & {*held_out} and len(read) == 23 * 25
     for count in (5000, 10**9):  # at most a twentieth
-        settings = T.Settings(train_seq_len=8, holdout_tokens=count)
+        monkeypatch.setattr(T, "HOLDOUT_TOKENS", count)
         assert len(T.split_windows(stream, 1.0, settings)[1]) == 625 // 20
 
 

@@ -58,7 +58,7 @@ class Chain:
         self.call("data/prepare.py", *words)
 
     def pretrain(self, name, steps, layers, dim, heads):
-        given = dict(DATA_PATH=self.folder / "data", COMPILE=0, EVAL_STRIDE=0, HOLDOUT_TOKENS=4096)
+        given = dict(DATA_PATH=self.folder / "data", COMPILE=0, EVAL_STRIDE=0)
         given |= dict(LAYER_PATTERN=layers, MODEL_DIM=dim, NUM_HEADS=heads, NUM_KV_HEADS=heads)
         return self.train(name, "train_gpt.py", steps, TRAIN_BATCH_TOKENS=2048, **given)
 

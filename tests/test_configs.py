@@ -233,7 +233,6 @@ SIZES = {
         NUM_KV_HEADS=1,
         TRAIN_SEQ_LEN=32,
         TRAIN_BATCH_TOKENS=256,
-        HOLDOUT_TOKENS=1024,
         EVAL_STRIDE=0,
     ),
     "train_sft": dict(**SCORES, TRAIN_SEQ_LEN=64, TRAIN_BATCH_TOKENS=256),

@@ -411,8 +411,19 @@ def test_manifest_errors(tmp_path):
 
 
 def opened(path, **changes):
-    changes = {"train_seq_len": 4, "holdout_tokens": 10, **changes}
+    changes = {"train_seq_len": 4, **changes}
     return data.open_data(data.Settings(data_path=str(path), **changes))
+
+
+@pytest.fixture(autouse=True)
+def hold_out(monkeypatch):
+    """Hold out ten tokens, or as many as the function is given."""
+
+    def change(count):
+        monkeypatch.setattr(data, "HOLDOUT_TOKENS", count)
+
+    change(10)
+    return change
 
 
 def refuses(message, path, **changes):
@@ -529,7 +540,7 @@ def tokens_of(part, split):
     return np.fromfile(part / f"x_{split}_000000.bin", "<u2", offset=1024).tolist()
 
 
-def test_open_data_of_one_folder(tmp_path):
+def test_open_data_of_one_folder(tmp_path, hold_out):
     part = make_part(tmp_path / "p", ["training text"] * 20, ["one", "twö", "three"])
     found = opened(part)
     assert (
@@ -539,14 +550,16 @@ def test_open_data_of_one_folder(tmp_path):
     assert found.manifest_sha256 == data.sha256_file(part / "manifest.json")
     (stream,) = found.streams
     assert found.shares == [1.0] and len(stream) == 280
-    # 70 windows of four; HOLDOUT_TOKENS=10 takes three of them, and a twentieth are three.
+    # 70 windows of four; ten tokens take three of them, and a twentieth are three.
     whole = tokens_of(part, "train")
     held_out = sorted(set(range(70)) - set(found.windows[0].tolist()))
     assert len(held_out) == 3 and len(found.windows[0]) == 67
     windows = sorted(found.held_out.tokens.reshape(3, 4).tolist())
     assert windows == sorted(whole[4 * window : 4 * window + 4] for window in held_out)
     for count, expected in ((1, 4), (8, 8), (10**9, 12)):
-        assert len(opened(part, holdout_tokens=count).held_out.tokens) == expected
+        hold_out(count)
+        assert len(opened(part).held_out.tokens) == expected
+    hold_out(10)
     for changes in (dict(ema=False), dict(swa=False)):
         assert len(opened(part, **changes).held_out.tokens) == 12
     unused = dict(ema=False, swa=False)  # nothing is chosen, so all tokens train
@@ -573,11 +586,12 @@ def test_open_data_of_one_folder(tmp_path):
     refuses("token_bytes.bin", part)
 
 
-def test_open_data_of_a_mixture(tmp_path):
+def test_open_data_of_a_mixture(tmp_path, hold_out):
     a = make_part(tmp_path / "a", ["training text"] * 99, ["one", "two"])
     published = dict(overlap_documents=2, published=True)
     b = make_part(tmp_path / "b", ["other text"] * 99, ["four", "fünf"], **published)
-    found = opened(f"{a}:3,{b}:1", holdout_tokens=40)
+    hold_out(40)
+    found = opened(f"{a}:3,{b}:1")
     # 346 and 272 windows of four, of which eight and three are held out.
     assert [*map(len, found.windows)] == [346 - 8, 272 - 3]
     assert found.shares == [0.75, 0.25] and found.yardsticks == {}

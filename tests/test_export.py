@@ -141,14 +141,6 @@ def test_older_checkpoints_have_the_widened_quantizers():
     assert exporter.state_dict() == {"widen": 1.3}
 
 
-def test_gptq_of_a_run_says_where_it_is():
-    T.check_name("GPTQ_CALIBRATION_BATCHES", "0", ["QAT"])
-    with pytest.raises(
-        T.UserError, match="always 0; GPTQ is python quantize.py pack RUN OUT --gptq"
-    ):
-        T.check_name("GPTQ_CALIBRATION_BATCHES", "4", ["QAT"])
-
-
 # --------------------------------------------------------------------------------------- whole runs
 # A patch: the process gets SIGTERM in step 29 of 30, with QAT since step 26.
 STOP = """

@@ -200,7 +200,6 @@ def test_batches_and_scores_tell_the_borders(varlen, tiny_data):
         data_path=str(tiny_data),
         train_batch_tokens=256,
         train_seq_len=64,
-        holdout_tokens=64,
         layer_pattern="g s a",
         model_dim=32,
         num_heads=2,

@@ -134,7 +134,7 @@ scripts = pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module._
 
 
 # What a setting is given, and what the one line of the error says.
-BOOL = "must be 0 or 1 (in a program a bool)"
+BOOL = "must be one of 0, 1"
 COUNT = "must be a whole number from 0 to inf"
 RATE = "must be a number from 0 to inf"
 SHARE = "must be a number from 0.0 to 1.0"
@@ -175,14 +175,18 @@ def test_wrong_values_are_refused(name, value, said):
     [
         (T, "iterations", 5.5),
         (T, "iterations", True),
+        (T, "iterations", "5"),
+        (T, "matrix_lr", True),
         (T, "qat", 1),
+        (T, "qat", None),
+        (T, "compile", 1),
         (T, "run_id", 7),
         (R, "scale_rewards", "batches"),
         (F, "train_on", "user"),
     ],
 )
 def test_a_wrong_value_in_a_program_is_refused(module, name, value):
-    message = f"^{name.upper()}={value!r}: must be "
+    message = f"^{name.upper()}='?{value}'?: must be "
     refusal(module.UserError, message, module.Settings, **{name: value})
     assert T.Settings(matrix_lr=1).matrix_lr == 1  # a whole number is a number
 
@@ -191,7 +195,7 @@ def test_a_wrong_value_in_a_program_is_refused(module, name, value):
 def test_defaults_are_values_that_the_environment_may_give(module):
     for field in fields(module.Settings):
         text = module.setting_text(field.default)
-        assert module.parse_setting(field, text) is field.default or text == str(field.default)
+        assert module.parse_setting(field, text) == field.default
         choices = get_args(field.type)
         assert (
             field.default in choices
@@ -234,9 +238,9 @@ NONE = "no setting of this script"
         ("PROMPT=hello\n", f"PROMPT='hello': {NONE}"),
         ("iterations=5\n", f"iterations='5': {NONE}"),
         ("PATH=/bin\n", f"PATH='/bin': {NONE}"),
-        ("CONFIG=other.env\n", "CONFIG cannot stand in a"),
-        ("SEED=1\nITERATIONS 5\n", ".env, line 2: 'ITERATIONS 5': is not NAME=value"),
-        ("SEED=1\n=3\n", ".env, line 2: '=3': is not NAME=value"),
+        ("CONFIG=other.env\n", ".env, line 1: 'CONFIG=other.env': must be NAME=value, each"),
+        ("SEED=1\nITERATIONS 5\n", ".env, line 2: 'ITERATIONS 5': must be NAME=value"),
+        ("SEED=1\n=3\n", ".env, line 2: '=3': must be NAME=value"),
     ],
 )
 def test_wrong_lines_of_a_config_are_refused(tmp_path, text, said):
@@ -339,10 +343,10 @@ def test_what_is_no_path_keeps_its_tilde(tmp_path, monkeypatch):
         (b'RUN_ID="a" b\n', "has text behind the closing quotation"),
         (
             b"SEED=5\nexport SEED=6\n",
-            "line 2: 'export SEED=6': SEED cannot stand in a config, or not twice",
+            "line 2: 'export SEED=6': must be NAME=value, each name once",
         ),
-        (b"SEED\n", "line 1: 'SEED': is not NAME=value"),
-        (b"SEED # =5\n", "line 1: 'SEED # =5': is not NAME=value"),
+        (b"SEED\n", "line 1: 'SEED': must be NAME=value"),
+        (b"SEED # =5\n", "line 1: 'SEED # =5': must be NAME=value"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_one_line(tmp_path, content, said):
@@ -434,8 +438,6 @@ def test_a_retired_setting_is_accepted_at_the_value_of_its_constant():
         name = names.get(constant, constant)
         assert load({name: str(value)}) == load({name: f"{value:g}"}) == T.Settings()
         message = f"{name}='77': {NONE}, in which {constant} is always {value}"
-        if constant == "GPTQ_CALIBRATION_BATCHES":
-            message += "; GPTQ is python quantize.py pack RUN OUT --gptq DATA"
         assert refused(T, {name: "77"}) == message + hint(name)
     assert refused(T, {"BETA1": "high"}).startswith(f"BETA1='high': {NONE}, in which BETA1 is")
 

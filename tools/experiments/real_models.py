@@ -45,7 +45,7 @@ TEMPLATE = (
 FORMS = ("{sum}", "It is {sum}.", "{asked}{sum}", "#### {sum}")
 SHAPE = dict(model_dim=64, num_heads=4, num_layers=4, train_seq_len=128)
 SPEED = dict(save_every=0, val_loss_every=0)
-PRETRAINING = dict(train_batch_tokens=2048, qat=0, eval_stride=0, holdout_tokens=8192)
+PRETRAINING = dict(train_batch_tokens=2048, qat=0, eval_stride=0)
 # The start has just begun to learn which form is wanted.
 TUNING = dict(
     iterations=10,
