@@ -9,7 +9,8 @@
 A source is a file or a folder. A line of a .jsonl file is an object whose field `text` (or --field)
 is a document. A .txt, .md or .py file is one document, and so is a file without extension. Each may
 be compressed, as .gz or .zst. Links are followed. What a folder has beside these is passed over and
-named with the reason: another kind, not UTF-8, hidden, a broken link, not readable.
+named with the reason: another kind, not UTF-8, hidden, a broken link, not readable. A file that is
+named itself must be text.
 
 Exact and near duplicates are dropped. Documents are shuffled over all sources by a seed. OUT gets
 its files at the end, so that an interrupted or refused run leaves nothing that counts.
@@ -718,6 +719,7 @@ def run_command(run):
 LINES = ".jsonl"  # files of many documents
 ENDINGS = (LINES, ".txt", ".md", ".py")  # what a folder is searched for, beside files without one
 PACKED = (".gz", ".zst")  # compressions that each of these may have
+NOT_UTF8 = "not UTF-8 (iconv -f LATIN1 -t UTF-8 FILE > NEW converts Latin-1)"
 NAMED = 20  # files passed over that are named for each reason; the others are only counted
 LINE_BYTES = 256_000_000  # a longer line of a .jsonl file is an error, because it stands in memory
 # A compressed file of more is an error: text takes a tenth of its size, a forged file a thousandth.
@@ -878,7 +880,7 @@ def text_fault(path):
         if not has_lines(path) and not read_text(path).strip():
             return "empty"
     except UnicodeDecodeError:
-        return "not UTF-8"
+        return NOT_UTF8
     except OSError:
         return "not readable"
     return ""
@@ -1025,6 +1027,8 @@ def split_tail(data, request):
     if begin and not 0 < request.val_max_bytes < len(data) - begin + 1:
         share = math.ceil(1000 * (len(data) - begin + 1) / len(data)) / 1000
         hint = f"give --val-frac {min(share, 0.999)} or --val" if share < 1 else hint
+    if not request.tokenizer and len(data) < 2000:
+        hint += f"; so short a text also needs --tokenizer bytes, as --vocab-size {request.vocab_size} is too large"
     raise UserError(
         f"one document, whose end of {size} bytes for validation has no line or word of its own; {hint}"
     )
@@ -1041,7 +1045,9 @@ def split_document(data, path, request):
     Its SHA-256 decides which side, unless --val says so.
     """
     if request.has_one_document():
-        return split_tail(data, request)
+        parts = split_tail(data, request)
+        print(f"one document: its last {len(parts['val']):,} bytes are the validation", flush=True)
+        return parts
     is_val = path in request.val_sources
     if not request.val_sources:
         is_val = hash_share(data) < request.val_frac
@@ -1109,13 +1115,13 @@ def spool(request, work):
                 field_names.update(key for key, value in row.items() if isinstance(value, str))
     for file in files.values():
         file.close()
-    print_passed_over({f"rows with {without}": rows} if rows else {})
     if rows and len(rows) == counts["documents"] - counts["empty"]:
         texts = " or ".join(f"--field {name}" for name, _ in field_names.most_common(3))
         raise UserError(
             f"source {rows[0]}: {without}, as in all {len(rows)} rows; "
             f"must be {texts or '--field NAME of a field that holds text'}"
         )
+    print_passed_over({f"rows with {without}": rows} if rows else {})
     # The two parts of a single document count as two.
     counts["documents"] += request.has_one_document()
     return counts
@@ -1221,6 +1227,10 @@ def select(request, work, counts, workers):
     documents above half is dropped.
     """
     val = take_validation(request, work)
+    if not val and request.val_sources:
+        raise UserError(
+            f"--val: no text in its documents ({counts['empty']} empty); give other text"
+        )
     if not val:
         raise UserError(
             f"no validation document among {counts['documents']} documents with --val-frac "
@@ -1252,12 +1262,13 @@ def select(request, work, counts, workers):
     counts["exact_duplicates"] = counts["documents"] - distinct
     counts["exact_duplicates"] -= counts["empty"] + counts["not_lossless"] + counts["no_text"]
     counts["near_duplicates"] = distinct - train_documents - int(is_kept.sum())
+    ways_out = "more text" if request.val_sources else "more text or another --val-frac"
     for split, count in (("training", train_documents), ("validation", is_kept.sum())):
         if not count:
             raise UserError(
                 f"no {split} document is left of {counts['documents']} "
                 f"({counts['exact_duplicates']} exact, {counts['near_duplicates']} near "
-                "duplicates); give more text or another --val-frac"
+                f"duplicates, {counts['empty']} empty); give {ways_out}"
             )
 
 
@@ -1394,7 +1405,8 @@ def build(request, work, workers):
     """Write shards and tokenizer into work/result. Return the manifest."""
     print("reading the sources", flush=True)
     counts = spool(request, work)
-    print(f"looking for duplicates among {counts['documents']:,} documents", flush=True)
+    parts = "its two parts" if request.has_one_document() else f"{counts['documents']:,} documents"
+    print(f"looking for duplicates among {parts}", flush=True)
     select(request, work, counts, workers)
     result = work / "result"
     result.mkdir()
@@ -1564,10 +1576,6 @@ def run(arguments=None):
     )
     out = args.out or Path(os.path.relpath(Path(__file__).resolve().parent / name))
     manifest = prepare(request, out, args.workers or os.cpu_count())
-    if manifest.get("split") == "tail":
-        print(
-            f"one document: its last {manifest['val']['source_bytes']:,} bytes are the validation"
-        )
     print("dropped: " + ", ".join(f"{n:,} {kind}" for kind, n in manifest["dropped"].items()))
     print_summary(out, manifest)
 

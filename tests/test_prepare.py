@@ -313,7 +313,7 @@ def test_folders_take_text_and_name_what_they_skip(tmp_path, capsys):
     assert manifest["source_files"] == [*files, "v.jsonl"]
     assert passed_over(capsys) == [
         "hidden: 2 (in/.git, in/deep/.hidden)",
-        "not UTF-8: 2 (in/binary, in/latin.txt)",
+        f"{prepare.NOT_UTF8}: 2 (in/binary, in/latin.txt)",
         "of another kind: 1 (in/e.rst)",
     ]
     for i in range(30):
@@ -367,7 +367,7 @@ SOURCES = [
     ("d.jsonl", b"[" * 99999, r"d\.jsonl, line 1: not JSON"),
     ("d.jsonl", b"[1]\n", r"d\.jsonl, line 1: no object"),
     ("e.jsonl", b'{"text": "\xff"}\n', r"e\.jsonl, line 1: not JSON"),
-    ("f.txt", b"abc\xffdef", r"f\.txt: no text in it \(1 not UTF-8\)"),
+    ("f.txt", b"abc\xffdef", r"f\.txt: no text in it \(1 not UTF-8 \(iconv "),
     ("g.jsonl.zst", b"this is no zstd", r"g\.jsonl\.zst: damaged zstd data"),
     ("g.jsonl.zst", PACKED[:-9], r"g\.jsonl\.zst: damaged zstd data \(it ends early\)"),
     ("g.jsonl.gz", gzip.compress(GOOD)[:-9], r"g\.jsonl\.gz: damaged gzip data"),
@@ -498,6 +498,10 @@ def test_a_tiny_text_is_refused_with_a_value_that_works(tmp_path, text, hint):
         f"whose end of . bytes for validation has no line or word of its own; (give )?{hint}$",
         *request,
     )
+    both = (
+        f"{hint}; so short a text also needs --tokenizer bytes, as --vocab-size 1024 is too large$"
+    )
+    refuses(both, *request[:3])
     share = re.findall(r"--val-frac (\S+)", hint)
     if share:
         run(*request, "--val-frac", *share)
@@ -529,7 +533,11 @@ OPTIONS = [
     ("--val a.jsonl --val-max-bytes 5", "--val-max-bytes 5: expected 0 or more, and no --val"),
     ("--tokenizer no.model", "tokenizer .*no.model: .*No such file"),
     ("--val-frac 1e-9 --name x", "no validation document among 3 documents"),
-    ("--val a.jsonl --tokenizer bytes", "no training document is left of 6"),
+    (
+        "--val a.jsonl --tokenizer bytes",
+        r"left of 6 \(3 exact, 0 near duplicates, 0 empty\); give more text$",
+    ),
+    ("--val empty.jsonl --tokenizer bytes", r"^--val: no text in its documents \(2 empty\); give "),
     ("--out a.jsonl/out --tokenizer bytes", "cannot be written"),
 ]
 
@@ -538,6 +546,7 @@ OPTIONS = [
 def test_option_errors(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     source = write_jsonl(tmp_path / "a.jsonl", [words(i) for i in range(3)])
+    write_jsonl(tmp_path / "empty.jsonl", ["", " "])
     refuses(message, source, "--out", "out", *options.split())
 
 
