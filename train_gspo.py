@@ -2413,9 +2413,9 @@ class Muon(torch.optim.Optimizer):
         buffer.lerp_(grad, 1 - group["momentum"])
         torch._foreach_copy_(buffers, buffer.unbind())
         update = grad.lerp(buffer, group["momentum"])  # Nesterov
-        # Each rank orthogonalizes its share of a batch, and a sum over ranks joins the shares, as
-        # in Parameter Golf. Every rank has all momentum, so a run can be resumed on another number
-        # of ranks.
+        # Each rank orthogonalizes its share of a batch, as in Parameter Golf. The rest of `result` is
+        # zero, so the sum over ranks gathers the shares. Every rank has all momentum, so a run can
+        # be resumed on another number of ranks.
         share = slice(self.runtime.rank, None, self.runtime.world_size)
         result = torch.zeros_like(update)
         result[share] = orthogonalize(update[share].to(self.dtype))
@@ -2496,7 +2496,8 @@ class AdamW8bit(DecoupledOptimizer):
         return update.flatten()[: grad.numel()].view_as(grad)
 
 
-# What OPTIMIZER names, beside Muon. A new one is a line here and a word in the setting's choices.
+# What OPTIMIZER names, beside Muon. A new one is a line here and a word in the setting's choices; in
+# train_gpt.py it also has rates in OPTIMIZER_PRESETS and perhaps in OTHER_HEAD_LRS.
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True),
     "adamw8bit": AdamW8bit,
@@ -2505,9 +2506,10 @@ OPTIMIZERS = {
     "adafactor": functools.partial(torch.optim.Adafactor, eps=(None, 0.02)),
     "lion": Lion,
 }
-# Parameters that the optimizers treat otherwise than the artifact does, by the end of their names.
+# Parameters whose class for the optimizers is not tensor_class's, which the artifact goes by; by the
+# last part of their names.
 PARAMETER_CLASSES = {
-    "lora_a": "adapter",
+    "lora_a": "adapter",  # in the scripts that fine-tune
     "lora_b": "adapter",
     "head": "head",
     "ab": "control",  # stored like an embedding, but it makes GDN's decay and step size
@@ -2515,7 +2517,10 @@ PARAMETER_CLASSES = {
 
 
 def parameters_by_class(params):
-    """Return class -> parameters of name -> parameter: tensor_class's, but for PARAMETER_CLASSES."""
+    """Return class -> its parameters, see PARAMETER_CLASSES and tensor_class.
+
+    params: name -> parameter.
+    """
     classes = collections.defaultdict(list)
     for name, param in params.items():
         last = name.rsplit(".", 1)[-1]
@@ -2526,7 +2531,7 @@ def parameters_by_class(params):
 def reduce_gradients(params, runtime, clip, extra):
     """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
 
-    Each rank's gradients and `extra` are its part of a mean over the global batch.
+    Each rank's gradients are its part of a mean over the global batch.
     Return the norm before clipping, 0-d, and the sums of `extra`. clip 0: no clipping.
     """
     params = list(params)
@@ -2534,8 +2539,10 @@ def reduce_gradients(params, runtime, clip, extra):
         # One all-reduce for everything: most tensors are too small to have their own.
         tensors = [*(param.grad for param in params), extra]
         total = runtime.sum(nn.utils.parameters_to_vector(tensors))
-        nn.utils.vector_to_parameters(total, tensors)
-    norm = nn.utils.clip_grad_norm_(params, clip or math.inf)
+        nn.utils.vector_to_parameters(total, tensors)  # in place: they are views of `total` now
+    norm = nn.utils.get_total_norm([param.grad for param in params])
+    if clip:
+        nn.utils.clip_grads_with_norm_(params, clip, norm)
     return norm, extra
 
 
@@ -2546,7 +2553,7 @@ def step_optimizers(optimizers, multiplier, finite):
     it: where it is false, gradients and learning rates become 0, so any optimizer of PyTorch fits.
     Momentum and moments then decay by a step.
     """
-    # Large tables have as many gradients, so a CPU, which knows the answer, leaves them alone.
+    # On a CPU it costs nothing to read `finite`, and saves a pass over all gradients.
     must_mask = finite.is_cuda or not finite
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -2566,7 +2573,7 @@ class OptimizerState:
 
     def __init__(self, optimizers, params):
         self.params = params
-        self.state = collections.defaultdict(dict)  # of all optimizers, by parameter
+        self.state = collections.defaultdict(dict)  # parameter -> its state, of all optimizers
         grouped = []
         for optimizer in optimizers:
             optimizer.state = self.state
@@ -2579,11 +2586,9 @@ class OptimizerState:
         return {name: self.state[param] for name, param in self.params.items()}
 
     def load_state_dict(self, saved):
-        """Replace the state by a saved one. Raises ValueError or KeyError for another thing."""
+        """Replace the state by a saved one. Raises KeyError if it lacks a parameter."""
         for name, param in self.params.items():
-            if saved and not all(map(torch.is_tensor, saved[name].values())):
-                raise ValueError(f"the optimizer's state of {name} was changed")
-            self.state[param] = saved.get(name, {})
+            self.state[param] = saved[name]
 
 
 # === end: optimizer ===
@@ -2629,7 +2634,7 @@ class Clock(Saved):
         self.budget = self.limit - settings.reserve_seconds
         self.runtime = runtime
         self.replay = replay
-        self.before = 0.0  # seconds until the clock was last stopped
+        self.before = 0.0  # seconds that had passed when the clock was last stopped
         self.started = None  # perf_counter when it was last started; None while it stands still
         self.seconds = [0.0]  # rank 0's seconds at the end of each reported step
         self.used = []  # progress of each step, for a replay
@@ -2655,7 +2660,7 @@ class Clock(Saved):
 
     @contextlib.contextmanager
     def paused(self):
-        """A block outside the clock: validation and saving."""
+        """Return a context in which the clock stands still: for validation and saving."""
         self.stop()
         yield
         self.start()
@@ -2699,12 +2704,18 @@ class Clock(Saved):
         return statistics.median_low(steps) if len(steps) > 1 else 0.0
 
     def next_end(self):
-        """Return the seconds at the end of the coming step, predicted from the reports so far."""
+        """Return the seconds at the end of the coming step, predicted from the reports so far.
+
+        report of the step before     what is predicted
+        there is no step before       0
+        that of step 1, on its way    the end of step 1: this report alone is waited for. Without it
+                                      nothing is known of the run's length, and a run of a few slow
+                                      steps would waste the second one
+        on its way                    the last known end and two steps
+        known                         the last known end and one step
+        """
         if self.packet is not None and len(self.seconds) == 1:
-            # The report of the first step alone is waited for: without it nothing is known of the
-            # run's length, and a run of a few slow steps would waste the second one.
             return self.arrived_packet()[3]
-        # While a report is on its way, the step that it is about has no known end either.
         unknown_steps = 1 if self.packet is None else 2
         return self.seconds[-1] + unknown_steps * self.median_step()
 
@@ -2719,7 +2730,7 @@ class Clock(Saved):
         progress = min(1.0, max(by_steps, by_time, *self.used[step - 1 : step]))
         if self.replay:
             progress = self.replay[step]
-        self.used[step:] = [progress]  # a run that ended in a step begins it again
+        self.used[step:] = [progress]  # a resumed run replaces what came after its step
         return progress
 
     def is_last(self, step):
@@ -2745,6 +2756,33 @@ EMA_MEMORY = 0.02  # share of the run after which weights count 1 / e in the ave
 WARMUP_START = 0.1
 
 
+def warmdown_share(settings):
+    """Return the share of the run, at its end, in which the learning rate falls to LR_FLOOR.
+
+    Raises UserError if it does not fit behind the warm-up.
+    """
+    warmup = settings.warmup_frac
+    if settings.lr_schedule == "constant":
+        return 0.0
+    if settings.lr_schedule == "cosine":
+        if settings.warmdown_iters or settings.warmdown_frac != Settings.warmdown_frac:
+            raise UserError(
+                f"WARMDOWN_FRAC={settings.warmdown_frac} WARMDOWN_ITERS={settings.warmdown_iters}: "
+                "must be left out with LR_SCHEDULE=cosine, which falls from the warm-up on; "
+                "flat_cosine falls in the warmdown alone"
+            )
+        return 1 - warmup  # as in nanoGPT
+    share = settings.warmdown_frac
+    if settings.warmdown_iters:
+        share = settings.warmdown_iters / max(1, settings.iterations)
+    if warmup + share > 1:
+        raise UserError(
+            f"WARMUP_FRAC={warmup} and a warmdown of {share:g} (WARMDOWN_FRAC, or WARMDOWN_ITERS / "
+            "ITERATIONS): must be at most 1 in all"
+        )
+    return share
+
+
 class Plan(Saved):
     """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
 
@@ -2759,31 +2797,11 @@ class Plan(Saved):
                 f"RESERVE_SECONDS={settings.reserve_seconds}: must be below "
                 f"MAX_WALLCLOCK_SECONDS={seconds}"
             )
-        self.lr_schedule = settings.lr_schedule
-        self.floor = settings.lr_floor
-        self.warmup = settings.warmup_frac
-        self.warmdown = settings.warmdown_frac
-        if settings.warmdown_iters:
-            self.warmdown = settings.warmdown_iters / max(1, settings.iterations)
-        if self.lr_schedule == "constant":
-            self.warmdown = 0.0
-        if self.lr_schedule == "cosine":
-            self.warmdown = 1 - self.warmup  # as in nanoGPT
-            for name in ("warmdown_frac", "warmdown_iters"):
-                value = getattr(settings, name)
-                if value != getattr(Settings, name):
-                    raise UserError(
-                        f"{name.upper()}={value}: must be left out with LR_SCHEDULE=cosine, which "
-                        "falls from the warm-up on; flat_cosine falls in the warmdown alone"
-                    )
-        if self.warmup + self.warmdown > 1:
-            warmdown = f"WARMDOWN_FRAC={self.warmdown}"
-            if settings.warmdown_iters:
-                warmdown = f"WARMDOWN_ITERS / ITERATIONS={self.warmdown:g}"
-            raise UserError(f"WARMUP_FRAC={self.warmup} and {warmdown}: must be at most 1 in all")
+        self.settings = settings
+        self.warmdown = warmdown_share(settings)
         self.planned = {}  # name of a phase -> begin and end, in shares of the run
-        if self.warmup:
-            self.planned["warmup"] = (0.0, self.warmup)
+        if settings.warmup_frac:
+            self.planned["warmup"] = (0.0, settings.warmup_frac)
         if self.warmdown:
             self.planned["warmdown"] = (1 - self.warmdown, 1.0)
         for name, begin in PHASE_STARTS.items():
@@ -2791,26 +2809,28 @@ class Plan(Saved):
                 self.planned[name] = (begin, 1.0)
         self.progress = 0.0  # share of the run that the present step has reached
         self.step_share = 0.0  # mean share of the run of each step so far
-        self.phases = {}  # name of each phase that has begun -> facts for result.json
+        self.phases = {}  # name of each phase that has begun -> its record in result.json
 
     def rates(self, progress):
-        """Return the multiplier of all learning rates: to 1 in the warm-up, 1 to LR_FLOOR in the
-        warmdown.
+        """Return the multiplier of all learning rates: it rises to 1 in the warm-up, and falls to
+        LR_FLOOR in the warmdown.
 
         No step is spent at 0: a step of the warm-up has the rate of its end, but a tenth at least,
         and one of the warmdown that of its begin.
         """
-        if progress < self.warmup:
-            return max(WARMUP_START, progress / self.warmup)
+        settings = self.settings
+        if progress < settings.warmup_frac:
+            return max(WARMUP_START, progress / settings.warmup_frac)
         if not self.warmdown:
             return 1.0
         left = 1 - progress + self.step_share  # share of the run from the begin of this step on
-        height = min(1.0, left / self.warmdown)  # linear: 1 to 0 in the warmdown
-        if self.lr_schedule in ("cosine", "flat_cosine"):
-            height = 0.5 - 0.5 * math.cos(math.pi * height)
-        elif self.lr_schedule == "wsd":
-            height = 1 - math.sqrt(1 - height)  # arXiv 2405.18392
-        return self.floor + (1 - self.floor) * height
+        multiplier = min(1.0, left / self.warmdown)  # linear: from 1 to 0 in the warmdown
+        if settings.lr_schedule in ("cosine", "flat_cosine"):
+            multiplier = 0.5 - 0.5 * math.cos(math.pi * multiplier)
+        elif settings.lr_schedule == "wsd":
+            # The decay of arXiv 2405.18392. linear and flat_cosine are flat until the warmdown, too.
+            multiplier = 1 - math.sqrt(1 - multiplier)
+        return settings.lr_floor + (1 - settings.lr_floor) * multiplier
 
     def begin_phases(self, step, progress):
         """Return the names of the phases that begin with this step, and count it for those on.
@@ -2820,14 +2840,15 @@ class Plan(Saved):
         """
         # A phase also begins if another step as long as this one would reach the end: the run may
         # stop before it, and a phase that never began is an error (result_errors).
-        last_chance = 2 * progress - self.progress > 1 - 1e-9
+        next_progress = progress + (progress - self.progress)
+        is_last_chance = next_progress > 1 - 1e-9
         self.progress = progress
         self.step_share = progress / (step + 1)
         begun = []
         for name, (begin, _) in self.planned.items():
             if self.is_on(name):
                 self.phases[name]["steps"] += 1
-            elif name not in self.phases and (progress > begin or last_chance):
+            elif name not in self.phases and (progress > begin or is_last_chance):
                 self.phases[name] = {
                     "begin": begin,
                     "start_step": step + 1,  # counted from 1, as in the log

@@ -1,5 +1,7 @@
 """Every optimizer against formulas, groups, steps that are not finite, state, splits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -333,15 +335,33 @@ def test_steps_after_a_saved_state_are_those_of_a_run_without_a_break(kind, used
     assert all(equal(whole.states(), resumed.states()))
 
 
-def test_a_state_that_was_changed_is_refused():
+def test_a_state_without_a_parameter_is_refused():
     training = Training("lion")
-    training.step(0)
     saved = training.part.state_dict()
-    with pytest.raises(ValueError, match="^the optimizer's state of head was changed$"):
-        training.part.load_state_dict({**saved, "head": {"momentum_buffer": [1.0]}})
     del saved["head"]
     with pytest.raises(KeyError, match="head"):
         training.part.load_state_dict(saved)
+
+
+def test_large_weights_without_the_name_of_a_matrix_are_warned_of():
+    network = nn.Module()
+    network.proj = nn.Linear(512, 512, bias=False)
+    network.w_proj = nn.Parameter(torch.zeros(512, 512))
+    lines = []
+    T.warn_of_large_controls(network, lines.append)
+    assert (
+        len(lines) == 1 and "warning: proj.weight has 262144 weights and is a control" in lines[0]
+    )
+
+
+def test_a_parameter_that_the_forward_does_not_use_is_named():
+    cfg = T.Settings(model_dim=32, num_heads=2, num_kv_heads=1, layer_pattern="a", train_seq_len=8)
+    net = T.GPT(T.model_config(cfg, 64, 1))
+    net.blocks[0].w_spare = nn.Parameter(torch.zeros(32, 32))
+    ids = torch.ones(1, 8, dtype=torch.long)
+    batches = SimpleNamespace(runtime=ALONE, settings=cfg, micro_batches=lambda step: [(ids, ids)])
+    with pytest.raises(T.UserError, match="does not use the parameters blocks.0.w_spare: "):
+        T.warm_up(net, T.make_optimizers(net, cfg, 0.004, ALONE), batches, cfg)
 
 
 @pytest.mark.parametrize("kind", KINDS)

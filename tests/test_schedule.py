@@ -179,7 +179,7 @@ def test_cosine_falls_from_the_warm_up_on_as_in_nanogpt():
         assert plan.rates(at) == pytest.approx(0.2 + coefficient * (1 - 0.2))
     for changes in ({"warmdown_frac": 0.3}, {"warmdown_iters": 400, "iterations": 2200}):
         given = settings(lr_schedule="cosine", **changes)
-        message = "^WARMDOWN_(FRAC=0.3|ITERS=400): must be left out with .*; flat_cosine falls"
+        message = "^WARMDOWN_FRAC=0.[35] WARMDOWN_ITERS=.*: must be left out with .*; flat_cosine"
         refusal(T.UserError, message, T.Plan, given)
 
 
@@ -206,13 +206,13 @@ def test_constant_has_no_warmdown_whatever_its_length_says():
         (dict(reserve_seconds=110.0), "RESERVE_SECONDS"),
         (
             dict(warmdown_iters=400),
-            "WARMDOWN_ITERS / ITERATIONS=400: must be at most 1 in all$",
+            "a warmdown of 400 .*WARMDOWN_ITERS / ITERATIONS.: must be at most 1 in all$",
         ),
         (
             dict(iterations=100, warmdown_iters=400),
-            "WARMUP_FRAC=0.01 and WARMDOWN_ITERS / ITERATIONS=4: ",
+            "WARMUP_FRAC=0.01 and a warmdown of 4 ",
         ),
-        (dict(warmup_frac=0.6), "WARMUP_FRAC=0.6 and WARMDOWN_FRAC=0.5: must"),
+        (dict(warmup_frac=0.6), "WARMUP_FRAC=0.6 and a warmdown of 0.5 .WARMDOWN_FRAC, .*: must"),
     ],
 )
 def test_impossible_plans_are_errors(changes, said):
