@@ -491,9 +491,3 @@ def test_weights_are_scored_as_the_artifact_would_give_them_back():
     average.count = 0
     assert T.choose_weights(network, table, {"ema": average}, run, score) == "raw"
     assert len(seen) == 2  # one candidate is not scored
-
-
-def test_phases_of_another_form_are_refused():
-    plan = T.Plan(settings())
-    with pytest.raises(ValueError, match="start_step"):
-        plan.load_state_dict({"progress": 0.9, "phases": {"ema": {"begin": 0.85}}})
