@@ -610,7 +610,10 @@ class Runtime:
         return tensor
 
     def agree(self, value):
-        """Return rank 0's value on every rank; it may be of any type that pickle takes."""
+        """Return rank 0's value on every rank; it may be of any type that pickle takes.
+
+        Every rank waits for rank 0: agree(None) lets none go on before rank 0 has come so far.
+        """
         values = [value]
         if self.distributed:
             dist.broadcast_object_list(values, src=0, device=self.device)
@@ -1053,15 +1056,18 @@ class Dataset:
 def parse_mixture(data_path):
     """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
     text = data_path if ":" in data_path else f"{data_path}:1"
-    parts = [part.strip().rpartition(":") for part in text.split(",")]
-    folders, _, weights = zip(*parts, strict=True)
-    are_numbers = all(re.fullmatch(r"\d{1,9}|\d{0,9}\.\d{1,99}", weight) for weight in weights)
-    if not all(folders) or not are_numbers or not all(map(float, weights)):
-        raise UserError(
-            f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,… such as a:0.7,b:0.3"
-        )
-    total = sum(map(float, weights))
-    return folders, [float(weight) / total for weight in weights]
+    folders = []
+    weights = []
+    for part in text.split(","):
+        folder, _, weight = part.strip().rpartition(":")
+        # A weight has a digit above 0.
+        if not folder or not re.fullmatch(r"(?=.*[1-9])\d{0,9}\.?\d{0,99}", weight):
+            raise UserError(
+                f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,… such as a:0.7,b:0.3"
+            )
+        folders.append(folder)
+        weights.append(float(weight))
+    return folders, [weight / sum(weights) for weight in weights]
 
 
 def read_checked(path, sha256, hint):

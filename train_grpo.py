@@ -622,7 +622,10 @@ class Runtime:
         return tensor
 
     def agree(self, value):
-        """Return rank 0's value on every rank; it may be of any type that pickle takes."""
+        """Return rank 0's value on every rank; it may be of any type that pickle takes.
+
+        Every rank waits for rank 0: agree(None) lets none go on before rank 0 has come so far.
+        """
         values = [value]
         if self.distributed:
             dist.broadcast_object_list(values, src=0, device=self.device)
