@@ -1290,8 +1290,8 @@ class Batches:
 
 # === shared: model ===
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
-# give NaN, and -1e4 would cost digits.
+# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
 DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
 ROPE_BASE = 10000.0  # rotary positions turn at rates from 1 down to 1 / ROPE_BASE
@@ -4764,7 +4764,10 @@ def track_events(network, tokens, log):
 
 
 def main():
-    """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
+    """Train, pack and score one model; return the exit code.
+
+    Raises UserError, before step 1 but for shards with ids beyond the vocabulary.
+    """
     begin = time.perf_counter()
     presets = {"ARCH_MODE": ARCH_PRESETS, "OPTIMIZER": OPTIMIZER_PRESETS}
     settings = load_settings(Settings, os.environ, sys.argv[1:], presets, start_settings)

@@ -1373,8 +1373,8 @@ def completion(tokenizer, prompt, ids):
 
 # === shared: model ===
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would
-# give NaN, and -1e4 would cost digits.
+# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
 DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
 ROPE_BASE = 10000.0  # rotary positions turn at rates from 1 down to 1 / ROPE_BASE
