@@ -2519,7 +2519,7 @@ class OptimizerState:
 
 
 # === shared: schedule ===
-class Saved:
+class Stateful:
     """Base of objects whose state in a checkpoint is the attributes that STATE names."""
 
     def state_dict(self):
@@ -2542,7 +2542,7 @@ class StepReport:
     seconds: float  # training clock of rank 0 when it had queued the whole step
 
 
-class Clock(Saved):
+class Clock(Stateful):
     """Training time: rank 0's for all ranks, without validation and saving.
 
     The run ends after ITERATIONS steps, or RESERVE_SECONDS before MAX_WALLCLOCK_SECONDS. replay:
@@ -2707,7 +2707,7 @@ def warmdown_share(settings):
     return share
 
 
-class Plan(Saved):
+class Plan(Stateful):
     """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
 
     STATE = ("progress", "phases")
@@ -2800,7 +2800,7 @@ class Plan(Saved):
         return "\n".join(lines)
 
 
-class Average(Saved):
+class Average(Stateful):
     """A float32 average of parameters: exponential with `memory`, a share of the run, or plain."""
 
     STATE = ("values", "progress", "count")
@@ -3329,7 +3329,7 @@ FIT_ATTEMPTS = 12  # coarse steps save less than is computed, so the limit is ap
 
 
 @dataclass
-class Exporter(Saved):
+class Exporter(Stateful):
     """What checkpoints keep of the artifact's quantizers: how far their steps were widened."""
 
     STATE = ("widen",)
@@ -4052,7 +4052,7 @@ class StopSignal:
 
 
 @dataclass
-class Run(Saved):
+class Run(Stateful):
     """A run: its folder, log, events and checkpoints, and how far it is.
 
     parts: name -> object with state_dict and load_state_dict, which checkpoints store. The script
@@ -4157,15 +4157,15 @@ class Run(Saved):
                 self.event("save_failed", step=self.step, error=str(error))
         self.saved_step = self.runtime.agree(self.saved_step)
 
-    def load(self, folder, optional=(), place=None):
+    def load(self, folder, optional=(), device=None):
         """Restore a checkpoint. Raises UserError if the run would become another one.
 
-        optional: names of parts that it may lack. place: where its tensors are read, the device of
-        the run if it is None.
+        optional: names of parts that it may lack. device: where its tensors are read, that of the
+        run if it is None.
         """
         meta = json.loads((folder / "meta.json").read_bytes())
         check_identity(self.identity, meta["identity"])
-        load_parts(self.parts, folder, optional, place or self.runtime.device)
+        load_parts(self.parts, folder, optional, device or self.runtime.device)
         self.saved_step = self.step
         self.log.resume(self.step)
         changed = changed_settings(self.settings, meta["settings"])
@@ -4876,6 +4876,7 @@ def main():
                 # The phases that have not begun are no longer awaited.
                 plan.planned = {name: plan.planned[name] for name in plan.phases}
                 last_step = True
+        # Also before step 1: a full disk is found before training, and a run killed early can resume.
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or save_is_due:
             with clock.paused():

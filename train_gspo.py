@@ -2598,7 +2598,7 @@ class OptimizerState:
 
 
 # === shared: schedule ===
-class Saved:
+class Stateful:
     """Base of objects whose state in a checkpoint is the attributes that STATE names."""
 
     def state_dict(self):
@@ -2621,7 +2621,7 @@ class StepReport:
     seconds: float  # training clock of rank 0 when it had queued the whole step
 
 
-class Clock(Saved):
+class Clock(Stateful):
     """Training time: rank 0's for all ranks, without validation and saving.
 
     The run ends after ITERATIONS steps, or RESERVE_SECONDS before MAX_WALLCLOCK_SECONDS. replay:
@@ -2786,7 +2786,7 @@ def warmdown_share(settings):
     return share
 
 
-class Plan(Saved):
+class Plan(Stateful):
     """The phases of a run and its learning rate. Raises UserError for an impossible plan."""
 
     STATE = ("progress", "phases")
@@ -2879,7 +2879,7 @@ class Plan(Saved):
         return "\n".join(lines)
 
 
-class Average(Saved):
+class Average(Stateful):
     """A float32 average of parameters: exponential with `memory`, a share of the run, or plain."""
 
     STATE = ("values", "progress", "count")
@@ -4038,7 +4038,7 @@ class StopSignal:
 
 
 @dataclass
-class Run(Saved):
+class Run(Stateful):
     """A run: its folder, log, events and checkpoints, and how far it is.
 
     parts: name -> object with state_dict and load_state_dict, which checkpoints store. The script
@@ -4143,15 +4143,15 @@ class Run(Saved):
                 self.event("save_failed", step=self.step, error=str(error))
         self.saved_step = self.runtime.agree(self.saved_step)
 
-    def load(self, folder, optional=(), place=None):
+    def load(self, folder, optional=(), device=None):
         """Restore a checkpoint. Raises UserError if the run would become another one.
 
-        optional: names of parts that it may lack. place: where its tensors are read, the device of
-        the run if it is None.
+        optional: names of parts that it may lack. device: where its tensors are read, that of the
+        run if it is None.
         """
         meta = json.loads((folder / "meta.json").read_bytes())
         check_identity(self.identity, meta["identity"])
-        load_parts(self.parts, folder, optional, place or self.runtime.device)
+        load_parts(self.parts, folder, optional, device or self.runtime.device)
         self.saved_step = self.step
         self.log.resume(self.step)
         changed = changed_settings(self.settings, meta["settings"])
@@ -6043,7 +6043,7 @@ def update_metrics(names, updates, seconds):
     return metrics
 
 
-class Exam(Saved):
+class Exam(Stateful):
     """The held-out problems, and the policy's scores before training.
 
     rewards: see load_rewards and is_right.
@@ -6755,6 +6755,7 @@ def main():
                 scores = score_intervals(exam.scores(trainer))
             run.log.metrics(run.step, held_out_metrics(scores))
             samples.scored(f"step {run.step}", exam)
+        # Also before step 1: a full disk is found before training, and a run killed early can resume.
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or save_is_due:
             with clock.paused():
