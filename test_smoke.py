@@ -332,6 +332,9 @@ T.Scorer.score = slow
     assert [event["event"] for event in result["events"]] == events
     assert [event["weights"] for event in result["events"][:2]] == ["ema", "swa"]
     assert result["weights"] == "raw"
+    place.run("replay", **{**place.unset, "REPLAY": place.of("no reserve")})
+    assert place.result("replay")["weights"] == "raw"
+    assert place.result("replay")["events"] == result["events"][:2]
 
 
 def error_lines(place, out):

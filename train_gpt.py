@@ -4651,11 +4651,20 @@ def log_tokens(data, settings, log):
         )
 
 
+def replayed_omissions(settings):
+    """Return the averages that the run that REPLAY names has left out; [] without one."""
+    if not settings.replay:
+        return []
+    events = read_progress(settings.replay, settings.out_dir)["events"]
+    return [event["weights"] for event in events if event["event"] == "weights_left_out"]
+
+
 def choose_weights(network, table, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
     score: () -> Score of the network as it is. An average is left out, with an event, if the clock
-    has no time to score it. Without averages nothing is scored. Return a name.
+    has no time to score it; a replay leaves out what the other run did. Without averages nothing is
+    scored. Return a name.
     """
     params = [param.detach() for param in network.parameters()]
     candidates = {"raw": params}
@@ -4666,10 +4675,12 @@ def choose_weights(network, table, averages, run, score):
         return "raw"
     scores = {}
     scoring_seconds = 0.0
+    omissions = replayed_omissions(run.settings)
     for name, values in candidates.items():
         begin = run.clock.elapsed()
         # Scoring an average must leave time to pack the weights chosen.
-        if scores and run.runtime.agree(run.clock.limit - begin < 2 * scoring_seconds):
+        is_late = scores and run.runtime.agree(run.clock.limit - begin < 2 * scoring_seconds)
+        if is_late or name in omissions:
             run.event("weights_left_out", weights=name)
             continue
         with swapped(params, values), quantized(network, table):
@@ -4940,6 +4951,8 @@ def main():
     score = functools.partial(scorer.score, model, data.held_out)
     table = quant_table(settings, exporter.widen)
     chosen = choose_weights(network, table, averages, run, score)
+    # Once more, because a replay repeats which averages were left out: that is in the events.
+    write_record(run, "progress.json", {"progress": clock.used})
     _, content = fit_artifact(network, exporter.widen, limit, header, run)
     clock.stop()
     artifact = run.write_file("model.upar", content)

@@ -453,6 +453,7 @@ def test_the_weights_that_score_best_are_chosen(best, seconds_left, chosen, monk
     clock = SimpleNamespace(now=0.0, limit=seconds_left)
     clock.elapsed = lambda: clock.now
     run = SimpleNamespace(
+        settings=settings(),
         clock=clock,
         runtime=T.Runtime(0, 1, torch.device("cpu"), False),
         log=lambda text: None,
@@ -477,7 +478,9 @@ def test_weights_are_scored_as_the_artifact_would_give_them_back():
     before = network.w_a.detach().clone()
     clock = SimpleNamespace(elapsed=lambda: 0.0, limit=9.0)
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-    run = SimpleNamespace(clock=clock, runtime=runtime, log=lambda text: None)
+    run = SimpleNamespace(
+        settings=T.Settings(), clock=clock, runtime=runtime, log=lambda text: None
+    )
     table = {"matrix": dict(bits=3, clip_sigmas=2.0)}
     seen = []
 
