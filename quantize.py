@@ -8,16 +8,28 @@
     python quantize.py import models/Qwen3.5-0.8B runs/qwen              # from Hugging Face's files
     python quantize.py export runs/qwen out --like models/Qwen3.5-0.8B   # to them; docs/models.md: two other ways
 
-MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its newest whole
-checkpoint), or what `unpack` or `apply` wrote. Settings below are environment variables, in capitals; DATA_PATH and
-quantization's default to the checkpoint's. Sections between `# === shared:` fences: tools/sync.py.
+MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its
+newest whole checkpoint), or what `unpack` or `apply` wrote. Settings below are environment
+variables, in capitals; DATA_PATH and MATRIX_BITS are the checkpoint's unless they are given.
+
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+The rest is this script's: settings, weights (how each kind of MODEL is read, checked and written;
+GPTQ; distillation), commands (a function for each, of the parsed arguments), transformers (names
+that begin with hf_: config.json, safetensors and tokenizer.json in and out), and main, which looks
+at all settings, then calls the command's function.
 
 Where to change what:
     how weights are rounded               quantize, quant_table
-    what GPTQ measures and chooses        gptq, improve_codes
+    what GPTQ measures and chooses        gptq, improve_codes, InputSums
+    what stands in the artifact           pack_artifact, decode_artifact
+    how codes become bytes                RansCoder, rans_table, count_symbols
     how deltas are rounded and packed     quantize_delta, pack_delta
     how scales of a delta are trained     distill
+    what `info` and `compare` print       info, measure_tensor, distances
+    what `verify` refuses                 compare_packed, check_codes
     a layout of transformers, in and out  hf_views, hf_config, hf_shape
+    another kind of tokenizer.json        tokenizer_facts, hf_split
+    what the folder of an export has      own_files, like_files, adapter_files
     a new command                         main, add_command
     a new setting                         Settings, OUR_SETTINGS
 """
@@ -102,7 +114,8 @@ class Settings:
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
     # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "plain"
-    matrix_bits: int = bounded(6, 2, 8)  # 8 root mean squares of a matrix are 2**(bits-1) - 1 steps
+    # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 per weight after coding
+    matrix_bits: int = bounded(6, 2, 8)
     # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix
     delta_group: int = bounded(128, -1, 1 << 20)
     delta_scale_bits: Literal["16", "32"] = "32"  # of a scale of bitdelta
@@ -3219,8 +3232,7 @@ def read_delta_header(data):
     _, version, length = DELTA_PREFIX.unpack_from(data)
     require(version == DELTA_VERSION, f"version {version}, this code reads {DELTA_VERSION}")
     file = io.BytesIO(data[DELTA_PREFIX.size : -32])
-    frame = zstandard.ZstdDecompressor().stream_reader(file.read(length))
-    header = json.loads(frame.read(1 << 20))  # no more than this is unpacked
+    header = json.loads(unzip(file.read(length), HEADER_LIMIT, "the header"))
     check_header(header)
     check_json(header, {"settings": dict}, "the header")
     settings = header["settings"]
@@ -3656,7 +3668,7 @@ def read_header(source, tokenizer_path):
 def find_tokenizer(source, tokenizer_path):
     """Return the Tokenizer of a MODEL: of TOKENIZER_PATH, or the one beside it. Raises UserError."""
     folder = source.path.parent
-    beside = [*folder.glob("tokenizer.model"), *folder.glob("*.tiktoken"), "bytes"]
+    beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
     tokenizer = load_tokenizer(tokenizer_path or beside[0])
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
@@ -3901,11 +3913,11 @@ def show(rows):
 def match_tensors(a, b):
     """Raise ArtifactError, which names the first tensor that one lacks or has in another shape."""
     for name in [*a.tensors, *b.tensors]:
-        one, two = (
+        in_a, in_b = (
             list(model.tensors[name].shape) if name in model.tensors else "missing"
             for model in (a, b)
         )
-        require(one == two, f"tensor {name!r}: {one} in {a.path}, {two} in {b.path}")
+        require(in_a == in_b, f"tensor {name!r}: {in_a} in {a.path}, {in_b} in {b.path}")
 
 
 def distances(a, b, base=None):
@@ -3975,16 +3987,14 @@ def check_codes(source, model, settings):
 def measure_tensor(name, source, model):
     """Return of an artifact's tensor: weights, bytes, entropy in bits, squared error, its coder."""
     w = source.tensors[name]
-    length = source.header["streams"][name]["length"]
-    sums = collections.Counter(tensors=1, weights=w.numel(), bytes=length)
+    record = source.header["streams"][name]
+    sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
     if name in source.coded:
-        part = source.coded[name]
-        _, counts = np.unique(part.codes.numpy(), return_counts=True)
+        _, counts = np.unique(source.coded[name].codes.numpy(), return_counts=True)
         sums["entropy"] = (counts * np.log2(counts.sum() / counts)).sum()
-        coder = f"{part.bits}-bit rans"
-    else:
-        coder = "32-bit zstd" if name.endswith(FLOAT32_CONTROLS) else "16-bit zstd"
-    sums[coder] = 1
+    dtype = np.dtype(record["dtype"])
+    coder = "rans" if dtype == np.uint16 else "zstd"  # an embedding has the one that is shorter
+    sums[f"{record.get('bits', 8 * dtype.itemsize)}-bit {coder}"] = 1
     if model:
         before = model.tensors[name].double()
         sums["error"] = (w.double() - before).square().sum().item()
@@ -4583,12 +4593,6 @@ def hf_headers(folder):
     return list(tensors.values())
 
 
-def hf_tensors(folder):
-    """Yield name, name in hf_views, and tensor of all of a folder's model. Raises UserError."""
-    for tensor in hf_headers(folder):
-        yield tensor.key, tensor.name, tensor.read()
-
-
 def read_hf_shape(folder):
     """Return hf_shape of a folder. Raises UserError.
 
@@ -4721,13 +4725,8 @@ def hf_tokenizer(folder, size):
     return tokenizer
 
 
-def report_import(folder, shape, tokenizer):
-    """Print what is particular about an imported model."""
-    if (
-        hf_shape(read_json(folder / "config.json"))["tie_embeddings"]
-        and not shape["tie_embeddings"]
-    ):
-        print(f"{folder}: config.json ties the head; the files have another, which counts")
+def report_import(folder, tokenizer):
+    """Print what is particular about an imported model's tokenizer."""
     if tokenizer.file != "imported.tiktoken":
         return
     begin = repr(tokenizer.facts["bos"]) if begin_ids(tokenizer) else "nothing"
@@ -4969,7 +4968,8 @@ def hf_templates(folder, config):
     path = folder / "chat_template.jinja"
     templates = config.get("chat_template") or {}
     if isinstance(templates, list):
-        templates = {str(one.get("name")): one.get("template") for one in map(dict, templates)}
+        listed = map(dict, templates)
+        templates = {str(entry.get("name")): entry.get("template") for entry in listed}
     elif templates:
         templates = {"default": templates}
     if path.is_file():
@@ -4996,8 +4996,7 @@ def read_hf_tokenizer(folder, path, vocab_size):
             raise UserError(
                 f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
             )
-        tokenizer = hf_tokenizer(folder, vocab_size)
-        return tokenizer
+        return hf_tokenizer(folder, vocab_size)
     path = path or str(folder / "tokenizer.model")
     if path != "bytes" and not (Path(path).is_file() and path.endswith(".model")):
         raise UserError(f"TOKENIZER_PATH={path!r}: must be a SentencePiece .model file, or bytes")
@@ -5029,7 +5028,7 @@ def import_(args):
     path = args.folder / "config.json"
     source = Weights(path, network.state_dict(), asdict(network.config), header)
     write_model(args.out / "step_000000", source)
-    report_import(args.folder, shape, tokenizer)
+    report_import(args.folder, tokenizer)
 
 
 def export(args):
@@ -5125,14 +5124,15 @@ def like_files(folder, source, network):
     }
     views = hf_views(network)
     state = {}
-    for key, name, tensor in hf_tensors(folder):
-        view = views.pop(name, None)
-        if name == "lm_head.weight" and network.head is None:
+    for tensor in hf_headers(folder):
+        w = tensor.read()
+        view = views.pop(tensor.name, None)
+        if tensor.name == "lm_head.weight" and network.head is None:
             view = network.embed
         if view is not None:
             # Behind the network's rows stand those of ids without a token.
-            tensor = torch.cat([view.to(tensor.dtype), tensor[len(view) :]])
-        state[key] = tensor
+            w = torch.cat([view.to(w.dtype), w[len(view) :]])
+        state[tensor.key] = w
     if views:
         raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
     text = config.get("text_config", config)

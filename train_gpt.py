@@ -177,7 +177,8 @@ class Settings:
     swa: bool = True  # plain average of the last weights, a candidate at the end
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
-    matrix_bits: int = bounded(6, 2, 8)  # 8 root mean squares of a matrix are 2**(bits-1) - 1 steps
+    # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 per weight after coding
+    matrix_bits: int = bounded(6, 2, 8)
     artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 
     def __post_init__(self):
@@ -4703,7 +4704,7 @@ def score_documents(scorer, network, text):
 def score_artifact(path, scorer, data, run):
     """Rebuild the network from the artifact file alone; return its scores for result.json."""
     settings = run.settings
-    network = read_network(read_stored("ARTIFACT", str(path))).to(scorer.runtime.device)
+    network = read_network(read_stored("artifact", str(path))).to(scorer.runtime.device)
     network.dtype = activation_dtype(settings.dtype, scorer.runtime.device)
     model = compile_model(network, settings)
     score = scorer.score(model, data.val)

@@ -186,7 +186,8 @@ class Settings:
     swa: bool = True  # plain average of the last weights, a candidate at the end
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
-    matrix_bits: int = bounded(6, 2, 8)  # 8 root mean squares of a matrix are 2**(bits-1) - 1 steps
+    # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 per weight after coding
+    matrix_bits: int = bounded(6, 2, 8)
     artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 
     def __post_init__(self):
@@ -6258,7 +6259,7 @@ def pack_policy(run, trainer, source):
 
 def take_file(trainer, path):
     """Give the trainer the network of an artifact, or of a checkpoint's folder."""
-    trainer.network, _, _ = load_model("ARTIFACT", str(path))
+    trainer.network, _, _ = load_model("artifact", str(path))
     trainer.network.to(trainer.runtime.device)
     trainer.qat = False
 

@@ -182,7 +182,8 @@ class Settings:
     swa: bool = True  # plain average of the last weights, a candidate at the end
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
-    matrix_bits: int = bounded(6, 2, 8)  # 8 root mean squares of a matrix are 2**(bits-1) - 1 steps
+    # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 per weight after coding
+    matrix_bits: int = bounded(6, 2, 8)
     artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 
     def __post_init__(self):
@@ -5641,7 +5642,7 @@ class Finetuner:
 
     def take_file(self, path):
         """Take the network that the file of an artifact, or the folder of a checkpoint, gives back."""
-        self.network, *_ = load_model("ARTIFACT", str(path))
+        self.network, *_ = load_model("artifact", str(path))
         self.qat = False
         self.place_network()
 
