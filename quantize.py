@@ -114,7 +114,7 @@ class Settings:
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
     # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
     kernels: Literal["auto", "plain", "fla"] = "plain"
-    # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 per weight after coding
+    # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 a weight when coded
     matrix_bits: int = bounded(6, 2, 8)
     # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix
     delta_group: int = bounded(128, -1, 1 << 20)
@@ -3236,8 +3236,10 @@ def read_delta_header(data):
     check_header(header)
     check_json(header, {"settings": dict}, "the header")
     settings = header["settings"]
-    kinds = {"bits": int, "group": int, "scale_bits": int, "scale": float, "shape": dict}
+    kinds = {"bits": int, "scale_bits": int, "scale": float, "shape": dict}
     check_json(settings, kinds, "the header's settings")
+    group = settings["group"]
+    require(type(group) is int and group >= -1, f"its group is {group!r:.60}")
     require(1 <= settings["bits"] <= 8, "its bits are none")
     require(settings["method"] in ("bitdelta", "deltaquant"), "its method is none")
     require(settings["scale_bits"] in (16, 32), "its scale_bits are none")
@@ -3481,10 +3483,13 @@ class Weights:
 
 
 def chosen_weights(folder):
-    """Return which weights of a run were packed, by its result.json; `raw` without one."""
-    for run in (folder, folder.parent):
+    """Return which weights of a run were packed; `raw` if nothing says it.
+
+    The folder `final` says it itself, for another checkpoint the result.json of the run.
+    """
+    for path in (folder / "meta.json", folder / "result.json", folder.parent / "result.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            chosen = read_json(run / "result.json")["weights"]
+            chosen = read_json(path)["weights"]
             if chosen in AVERAGES:
                 return chosen
     return "raw"
@@ -3546,8 +3551,11 @@ def read_checkpoint(folder, average):
         training = {}
         if (folder / "training.pt").is_file():  # the folder `final` of a run has none
             training = load(folder / "training.pt")
-        if average != "raw":  # what was trained, in its order
-            require(training[average]["count"] > 0, "none had been collected when it was saved")
+        # The model.pt of `final` has the weights that were packed, that of another checkpoint raw ones.
+        if average != meta.get("weights", "raw"):
+            collected = training.get(average, {}).get("count", 0)
+            require(collected > 0, "none had been collected when it was saved")
+            # An average has what was trained, in its order.
             trained = [name for name in tensors if ".lora_" in name] or tensors
             tensors |= dict(zip(trained, training[average]["values"], strict=True))
             require_weights(tensors)

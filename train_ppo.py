@@ -186,7 +186,7 @@ class Settings:
     swa: bool = True  # plain average of the last weights, a candidate at the end
     qat: bool = True  # late quantization-aware training of all that the artifact quantizes
     # artifact
-    # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 per weight after coding
+    # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 a weight when coded
     matrix_bits: int = bounded(6, 2, 8)
     artifact_bytes_max: int = 16000000  # script + config + artifact, in bytes; 0: no limit
 
