@@ -3305,12 +3305,9 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    check_json(meta, {}, "meta.json")
-    if meta.get("shape"):
-        return meta["shape"]
-    check_json(meta, {"identity": dict}, "meta.json")
-    identity = meta["identity"]
-    return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
+    identity = meta.get("identity", {})
+    names = identity.keys() & GPTConfig.__dataclass_fields__
+    return meta.get("shape") or {name: identity[name] for name in names}
 
 
 def require_weights(tensors):

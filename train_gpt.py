@@ -3405,12 +3405,9 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    check_json(meta, {}, "meta.json")
-    if meta.get("shape"):
-        return meta["shape"]
-    check_json(meta, {"identity": dict}, "meta.json")
-    identity = meta["identity"]
-    return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
+    identity = meta.get("identity", {})
+    names = identity.keys() & GPTConfig.__dataclass_fields__
+    return meta.get("shape") or {name: identity[name] for name in names}
 
 
 def require_weights(tensors):
@@ -3534,7 +3531,8 @@ def read_stored(name, path):
         meta = json.loads((folder / "meta.json").read_bytes())
         shape = stored_shape(meta)
         sha256 = meta.get("identity", {}).get("tokenizer_sha256")
-    beside = [*folder.parent.glob("tokenizer.model"), *folder.parent.glob("*.tiktoken")]
+    # The run's folder has the tokenizer's file under the name that the data have for it.
+    beside = [*folder.parent.glob("*.model"), *folder.parent.glob("*.tiktoken")]
     tokenizer = (beside or [Path("bytes")])[0]
     return Stored(source, folder, checked_config(shape, source), tokenizer, sha256)
 
@@ -4087,6 +4085,11 @@ class Run(Stateful):
         self.ended = ""
         self.code_bytes = os.path.getsize(__file__)
         if settings.config:
+            if not os.path.isfile(settings.config):
+                raise UserError(
+                    f"CONFIG={settings.config!r}: no such file; must be where it is now, because its "
+                    "bytes count"
+                )
             self.code_bytes += os.path.getsize(settings.config)
 
     def open(self):
@@ -4430,7 +4433,8 @@ IMPORTED_DEFAULTS = {
 def start_settings(given):
     """Return values in place of the defaults: those of a run that goes on, or the shape of INIT_FROM.
 
-    given: name of a setting -> value.
+    given: name of a setting -> value. An ARCH_MODE that is given stands above INIT_FROM's shape, so
+    that start_config refuses what differs.
     """
     stored_values = stored_settings(given)
     if stored_values or not given.get("INIT_FROM"):
@@ -4438,18 +4442,12 @@ def start_settings(given):
     start = find_start(given["INIT_FROM"])
     config = start.config
     imported = imported_values(config, start.tokenizer.name, IMPORTED_DEFAULTS)
-    has_rates = {"MATRIX_LR", "TIED_EMBED_LR"} <= given.keys()
-    if imported and "OPTIMIZER" in given and not has_rates:
-        raise UserError(
-            f"OPTIMIZER={given['OPTIMIZER']!r}: must come with MATRIX_LR and TIED_EMBED_LR, or be left "
-            "out, because its own rates are for new networks and INIT_FROM was imported"
-        )
     shape = {**asdict(config), "layer_pattern": config.layers, "norm": config.norms}
     values = {name: shape[name] for name in shape.keys() & Settings.__dataclass_fields__}
     # VOCAB_SIZE is checked against the data's tokenizer, and a long context need not be trained.
     del values["vocab_size"]
     values["train_seq_len"] = min(config.train_seq_len, Settings.train_seq_len)
-    return {**values, **imported}
+    return {**values, **imported, **ARCH_PRESETS[given.get("ARCH_MODE", "D")]}
 
 
 def head_rate(settings, start):
@@ -4462,23 +4460,20 @@ def head_rate(settings, start):
 def start_config(settings, config):
     """Return the GPTConfig of INIT_FROM's network, with room for TRAIN_SEQ_LEN.
 
-    Raises UserError for a setting of the shape that the network does not have.
+    Raises UserError if the settings of the shape ask for another network.
     """
     wanted = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
     wanted["layers"], wanted["norms"] = layer_words(settings)
     wanted["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
-    names = {"layers": "LAYER_PATTERN and NUM_LAYERS", "norms": "NORM"}
+    # VOCAB_SIZE is checked against the data, and the start of a new network has no meaning here.
+    for name in ("vocab_size", "train_seq_len", "embed_init_std"):
+        wanted.pop(name, None)
     for name, value in asdict(config).items():
-        # VOCAB_SIZE is checked against the data, and the start of a new network has no meaning here.
-        if name in ("vocab_size", "train_seq_len", "embed_init_std") or name not in wanted:
-            continue
-        if wanted[name] != value:
-            setting = names.get(name, name.upper())
-            if name not in vars(settings) and name not in names:
-                setting = f"ARCH_MODE={settings.arch_mode!r}: {name}"
+        if wanted.get(name, value) != value:
             raise UserError(
-                f"{setting}={wanted[name]!r}: must be {value!r}, as INIT_FROM={settings.init_from!r} "
-                "has it, or be left out"
+                f"{name.upper()}={wanted[name]!r}: must be {value!r}, as "
+                f"INIT_FROM={settings.init_from!r} has it; leave out ARCH_MODE and the settings of "
+                "the shape"
             )
     length = settings.train_seq_len
     if config.positions == "learned" and length > config.train_seq_len:
@@ -4501,7 +4496,11 @@ def make_network(settings, tokenizer):
         config = model_config(settings, tokenizer.vocab_size, tokenizer.bos_id)
         torch.manual_seed(settings.seed)
         return GPT(config), None
-    start = find_start(settings.init_from)
+    if settings.resume:  # INIT_FROM may be gone by now; the run's checkpoints have its shape
+        folder = find_run("RESUME", settings.resume, settings.out_dir)
+        start = read_stored("RESUME", str(folder))
+    else:
+        start = find_start(settings.init_from)
     hint = (
         f"to train INIT_FROM={settings.init_from!r}, prepare the texts with its tokenizer: python "
         f"data/prepare.py TEXTS --tokenizer {start.tokenizer} --out FOLDER"
@@ -4826,7 +4825,7 @@ def main():
     counts = count_parameters(network)
     log(f"parameters: {name_values(counts)} layers: {config.layers}")
     warn_of_large_controls(network, log)
-    if start:
+    if start and not checkpoint:
         values = imported_values(start.config, start.tokenizer.name, IMPORTED_DEFAULTS)
         log(describe_start(settings, start.file, values))
     for manifest in data.manifests:
@@ -4856,6 +4855,10 @@ def main():
         "tokenizer_sha256": tokenizer.sha256,
         "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
     }
+    # The artifact's network is built like this after training. One that cannot be is an error now.
+    with torch.device("meta"):
+        rebuilt = GPT(checked_config(header["settings"], "this script"))
+    check_tensors(rebuilt, network.state_dict(), "this script")
     run.parts.update(network=network, optimizers=optimizer_state, exporter=exporter, **averages)
     if checkpoint:
         run.load(checkpoint)
@@ -4971,7 +4974,7 @@ def main():
         "params": counts,
         "dtype": str(network.dtype).removeprefix("torch."),
         "weights": chosen,
-        "init_from": str(start.file) if start else "",
+        "init_from": settings.init_from,
         **target,
         **packed,
         **track_events(network, data.val.tokens[: settings.train_seq_len], log),

@@ -3425,12 +3425,9 @@ def stored_shape(meta):
 
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
-    check_json(meta, {}, "meta.json")
-    if meta.get("shape"):
-        return meta["shape"]
-    check_json(meta, {"identity": dict}, "meta.json")
-    identity = meta["identity"]
-    return {one.name: identity[one.name] for one in fields(GPTConfig) if one.name in identity}
+    identity = meta.get("identity", {})
+    names = identity.keys() & GPTConfig.__dataclass_fields__
+    return meta.get("shape") or {name: identity[name] for name in names}
 
 
 def require_weights(tensors):
@@ -3554,7 +3551,8 @@ def read_stored(name, path):
         meta = json.loads((folder / "meta.json").read_bytes())
         shape = stored_shape(meta)
         sha256 = meta.get("identity", {}).get("tokenizer_sha256")
-    beside = [*folder.parent.glob("tokenizer.model"), *folder.parent.glob("*.tiktoken")]
+    # The run's folder has the tokenizer's file under the name that the data have for it.
+    beside = [*folder.parent.glob("*.model"), *folder.parent.glob("*.tiktoken")]
     tokenizer = (beside or [Path("bytes")])[0]
     return Stored(source, folder, checked_config(shape, source), tokenizer, sha256)
 
@@ -4077,6 +4075,11 @@ class Run(Stateful):
         self.ended = ""
         self.code_bytes = os.path.getsize(__file__)
         if settings.config:
+            if not os.path.isfile(settings.config):
+                raise UserError(
+                    f"CONFIG={settings.config!r}: no such file; must be where it is now, because its "
+                    "bytes count"
+                )
             self.code_bytes += os.path.getsize(settings.config)
 
     def open(self):

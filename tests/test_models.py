@@ -363,13 +363,14 @@ def test_an_imported_start_is_known_whatever_its_tokenizer(imported, script):
     )
 
 
-def test_an_optimizer_of_an_imported_start_comes_with_its_rates(imported):
-    """Or it would train at the rates of new networks, 300 times as fast."""
+def test_an_imported_start_has_its_rates_under_every_optimizer(imported):
+    """The rates of OPTIMIZER_PRESETS are those of new networks, 300 times as high."""
     _, _, out = imported("llama")
-    given = {"INIT_FROM": str(out), "OPTIMIZER": "lion", "MATRIX_LR": 1e-6}
-    with pytest.raises(T.UserError, match="OPTIMIZER='lion': must come with MATRIX_LR and TIED_E"):
-        T.start_settings(given)
-    assert T.start_settings({**given, "TIED_EMBED_LR": 1e-6})["scalar_lr"] == 1e-5
+    given = {"INIT_FROM": str(out), "OPTIMIZER": "lion", "SCALAR_LR": "0.5"}
+    presets = {"OPTIMIZER": T.OPTIMIZER_PRESETS}
+    found = T.load_settings(T.Settings, given, (), presets, T.start_settings)
+    assert (found.optimizer, found.matrix_lr, found.tied_embed_lr) == ("lion", 1e-5, 1e-5)
+    assert found.scalar_lr == 0.5 and found.matrix_bits == 8
 
 
 def test_export_like_another_model_is_an_error(imported, call, tmp_path):

@@ -599,6 +599,18 @@ def test_a_preset_of_the_environment_stands_above_the_file(tmp_path):
     assert set(get_args(FIELDS["optimizer"].type)) == set(T.OPTIMIZER_PRESETS)
 
 
+def test_stored_values_stand_above_presets_and_below_what_is_given():
+    def stored(given):
+        assert given == {"OPTIMIZER": "lion", "SEED": 3}
+        return {"optimizer": "muon", "matrix_lr": 5e-4, "seed": 2}
+
+    presets = {"OPTIMIZER": T.OPTIMIZER_PRESETS}
+    given = {"OPTIMIZER": "lion", "SEED": "3"}
+    found = T.load_settings(T.Settings, given, (), presets, stored)
+    changes = dict(optimizer="lion", matrix_lr=5e-4, tied_embed_lr=0.004, seed=3)
+    assert found == replace(T.Settings(), **changes)
+
+
 def test_model_config_takes_the_shape_from_the_settings():
     settings = replace(
         T.Settings(), model_dim=96, num_heads=6, num_kv_heads=3, layer_pattern="g s1", num_layers=3

@@ -158,7 +158,7 @@ def test_a_finished_run_is_trained_on(place):
     assert start == pytest.approx(first["before_quantization"]["val_loss"], abs=1e-5)
     second = place.result("on")
     assert second["settings"]["mlp"] == "swiglu" and second["settings"]["num_heads"] == 2
-    assert second["init_from"] == str(place.of("first") / "final")
+    assert second["init_from"] == str(place.of("first"))
     assert second["params"] == first["params"]
     # Of the artifact, as a run of an older version gives it.
     shutil.copytree(place.of("first"), place.of("old"))
@@ -169,15 +169,54 @@ def test_a_finished_run_is_trained_on(place):
     assert "model.upar, rounded weights: the run is of an older version" in place.log("from old")
 
 
+def test_a_run_goes_on_without_the_start_that_it_began_with(place, tmp_path):
+    """Also where its data name the tokenizer's file by another name; its config must be there."""
+    start = shutil.copytree(place.of("first"), tmp_path / "start")
+    config = tmp_path / "some.env"
+    config.write_text("MLP=swiglu\n")  # what the start has may be given
+    place.run("moved", **SHAPE, INIT_FROM=start, CONFIG=config, SAVE_EVERY=10)
+    folder = place.of("moved")
+    straight = shutil.copytree(folder, place.of("straight"))
+    for name in ("result.json", "model.upar", "step_000030"):
+        shutil.rmtree(folder / name) if name[0] == "s" else (folder / name).unlink()
+    shutil.rmtree(start)
+    (folder / "tokenizer.model").rename(folder / "other_name.model")
+    config.rename(tmp_path / "other.env")
+    assert "some.env': no such file; must be where it is now" in place.refused(
+        "moved", **place.unset | {"RUN_ID": None, "RESUME": "run"}
+    )
+    (tmp_path / "other.env").rename(config)
+    place.resume("moved")
+    assert (folder / "model.upar").read_bytes() == (straight / "model.upar").read_bytes()
+
+
+NOT_ON_META = """
+class Network(T.GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = self.embed[0].float().std().item()
+T.GPT = Network
+"""
+
+
+def test_a_network_that_cannot_be_rebuilt_is_told_before_step_1(place):
+    """By the traceback of the code that cannot run without memory."""
+    child = place.begin("not on meta", NOT_ON_META)
+    assert child.wait() == 1
+    assert "self.scale = " in child.err or "in __init__" in child.err
+    assert "item" in child.err and "step:1/" not in child.out
+
+
 def test_what_does_not_fit_a_start(place, tmp_path):
     start = dict(SHAPE, INIT_FROM=place.of("first"))
     for name, value, fault in [
         ("MODEL_DIM", 64, "MODEL_DIM=64: must be 32, as INIT_FROM="),
         ("MLP", "gelu", "MLP='gelu': must be 'swiglu', as "),
-        ("NUM_LAYERS", 7, "LAYER_PATTERN and NUM_LAYERS='"),
-        ("NORM", "layer", "NORM='layer"),
+        ("NUM_LAYERS", 7, "LAYERS='"),
+        ("NORM", "layer", "NORMS='layer"),
         ("TIE_EMBEDDINGS", 0, "TIE_EMBEDDINGS=False: must be True"),
         ("ARCH_MODE", "llama", "must be "),
+        ("ARCH_MODE", "hybrid", "LAYERS='g g a"),
         ("INIT_FROM", tmp_path / "none", "must be a run, a checkpoint or an artifact"),
     ]:
         assert fault in place.refused(f"no {name}", **{**start, name: value})
