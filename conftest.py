@@ -220,6 +220,13 @@ def start(command, environ, cwd=".", given=""):
         return subprocess.CompletedProcess(words, child.wait(600), child.out, child.err)
 
 
+def exit_code(module, *words, **changes):
+    """Run a command line of a script in this process; return its exit code."""
+    environ = mock.patch.dict(os.environ, environment(**changes), clear=True)
+    with environ, mock.patch.object(sys, "argv", [module.__file__, *map(str, words)]):
+        return module.exit_code(module.main)
+
+
 def rank_environments(count):
     """Return the variables that tell each of `count` processes its rank, as torchrun does."""
     with socket.socket() as free:
@@ -398,14 +405,19 @@ def pack(network, tokenizer, folder):
     return folder
 
 
+def add_noise(network, size):
+    """Add noise to every parameter, so that none is at a special value."""
+    for param in network.parameters():
+        param.data.add_(size * torch.randn_like(param))
+
+
 def small_network(seed=0, layers="g a", tokenizer=BYTES, **changes):
     """Return a network of train_dpo.py that is random in every weight: new mixers put out zeros."""
     torch.manual_seed(seed)
     shape = dict(layers=layers, norms=" ".join("rms" for _ in layers.split()), embed_init_std=0.02)
     shape |= {"model_dim": 32, "num_heads": 2, "num_kv_heads": 2, **changes}
     network = D.GPT(D.GPTConfig(tokenizer.vocab_size, tokenizer.bos_id, **shape))
-    for param in network.parameters():
-        param.data.add_(0.1 * torch.randn_like(param))
+    add_noise(network, 0.1)
     return network
 
 
@@ -435,6 +447,39 @@ def own_settings(script, settings):
     """Return those of `settings` that a script has."""
     fields = load_script(ROOT / f"{script}.py").Settings.__dataclass_fields__
     return {name: value for name, value in settings.items() if name.lower() in fields}
+
+
+# Values that JSON may hold where something else is expected.
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    1e300,
+    10**30,
+    float("nan"),
+    "",
+    "x",
+    "../x",
+    "a/b",
+    "a\0b",
+    "\ud800",
+]
+ODD += ["a" * 999, [], {}, [1], [[]], {"a": 1}, [1] * 99]
+
+
+def mutated(value, rng):
+    """Return a JSON value with one random change: a value replaced or removed, at any depth."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.85:
+        changed = value.copy()
+        key = rng.choice(list(changed) if isinstance(value, dict) else range(len(changed)))
+        if rng.random() < 0.2:
+            del changed[key]
+        else:
+            changed[key] = mutated(changed[key], rng)
+        return changed
+    return rng.choice(ODD)
 
 
 def blocks(guide, language):
@@ -510,6 +555,19 @@ def denormals():
 
 
 @pytest.fixture
+def default_dtype(request):
+    """float64 for all that a test makes, unless it asks for float32 by the fixture of that name."""
+    torch.set_default_dtype(torch.float32 if "float32" in request.fixturenames else torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def float32():
+    """Real runs are in float32."""
+
+
+@pytest.fixture
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -525,12 +583,7 @@ def call(capsys):
     """
 
     def run(*words, **changes):
-        arguments = ["quantize.py", *map(str, words)]
-        with (
-            mock.patch.dict(os.environ, environment(**changes), clear=True),
-            mock.patch.object(sys, "argv", arguments),
-        ):
-            code = Q.exit_code(Q.main)
+        code = exit_code(Q, *words, **changes)
         out, err = capsys.readouterr()
         is_line = out == "" and err.count("\n") == 1 and err.startswith("error: ")
         assert code == 0 or is_line, err

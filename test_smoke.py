@@ -6,20 +6,18 @@ import ast
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
-from unittest import mock
 
 import numpy as np
 import pytest
 
 import train_dpo as D
 import train_gpt as T
-from conftest import ROOT, TICKS, TINY, Place, environment, start
+from conftest import ROOT, TICKS, TINY, Place, environment, exit_code, start
 
 SCRIPT = ROOT / "train_gpt.py"
 FIELDS = {field.name: field for field in fields(T.Settings)}
@@ -432,9 +430,7 @@ MISTAKES = [
 
 def refused(capsys, environ, expected=2):
     """Return the one line on stderr with which main() ends in this exit code."""
-    argv = mock.patch.object(sys, "argv", ["train_gpt.py"])
-    with mock.patch.dict(os.environ, environ, clear=True), argv:
-        code = T.exit_code(T.main)
+    code = exit_code(T, **environ)
     shown = capsys.readouterr()
     assert (code, shown.out) == (expected, ""), shown
     assert re.fullmatch(r"error: .+\n", shown.err), shown.err

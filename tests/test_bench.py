@@ -33,6 +33,7 @@ def op_records(only, artifact=""):
     return list(bench.op_records(ops, "cpu"))
 
 
+@pytest.mark.full
 def test_gdn_equals_the_rules_of_transformers(one_thread):
     pytest.importorskip("transformers", reason="transformers is not installed")
     records = op_records("gdn")

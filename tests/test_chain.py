@@ -73,7 +73,9 @@ def test_each_link_reads_what_the_one_before_wrote(tmp_path):
     few = dict(EVAL_PROMPTS=8)
     chain.pretrain("base", 12, "g a", 48, 2)
     chain.pretrain("half", 7, "g", 32, 2)
-    sft = chain.train("sft", "train_sft.py", 10, INIT_FROM=chain.of("base"), **few)
+    sft = chain.train(
+        "sft", "train_sft.py", 10, INIT_FROM=chain.of("base"), TRAIN_BATCH_TOKENS=1024, **few
+    )
     assert sft["after"]["loss"][0] < sft["before"]["loss"][0]
     pairs = dict(INIT_FROM=chain.of("sft"), PAIRS_PER_STEP=16, **few)
     judge = chain.train("judge", "train_dpo.py", 7, OBJECTIVE="reward", **pairs)
@@ -85,7 +87,7 @@ def test_each_link_reads_what_the_one_before_wrote(tmp_path):
     ppo = chain.train("ppo", "train_ppo.py", 7, **models, **rollout)
     assert ppo["init_from"] == str(chain.of("dpo") / "final")
     models = dict(INIT_FROM=chain.of("half"), TEACHER=chain.of("ppo"))
-    small = chain.train("small", "train_sft.py", 7, **models, **few)
+    small = chain.train("small", "train_sft.py", 7, TRAIN_BATCH_TOKENS=1024, **models, **few)
     assert small["params"]["total"] < 0.7 * ppo["params"]["total"]
     packed = tmp_path / "small4.upar"
     chain.call("quantize.py", "pack", chain.of("small"), packed, MATRIX_BITS=4)

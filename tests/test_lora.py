@@ -11,6 +11,7 @@ import quantize as Q
 import sample as S
 import train_gpt as T
 import train_sft
+from conftest import add_noise
 
 ALONE = T.Runtime(rank=0, world_size=1, device=torch.device("cpu"), distributed=False)
 
@@ -34,9 +35,7 @@ def network(dtype=torch.float64, **changes):
     """A network whose zero-initialised projections are not zero, so that every path counts."""
     torch.manual_seed(0)
     net = T.GPT(config(**changes)).to(dtype)
-    with torch.no_grad():
-        for param in net.parameters():
-            param.add_(0.05 * torch.randn_like(param))
+    add_noise(net, 0.05)
     return net
 
 
@@ -99,12 +98,6 @@ def test_logits_against_dense_sums(changes):
     untouched, net, ids = network(**changes), trained(network(**changes)), tokens(0, 2, 40)
     expected = plain(dense(net), **changes)(ids)
     assert (net(ids) - expected).abs().max() < 1e-12 < 0.1 < (untouched(ids) - expected).abs().max()
-    copied = S.merge_lora(copy.deepcopy(net).float())
-    assert (
-        net.float()(ids) - copied(ids)
-    ).abs().max() < 1e-6  # and the copy's merging leaves the adapter here
-    exact = dense(net)
-    assert all((w - exact[name]).abs().max() < 1e-6 for name, w in copied.state_dict().items())
 
 
 def test_scale_rank_and_first_values():
@@ -200,7 +193,7 @@ def test_merging(changes):
 def test_a_compiled_network_has_its_adapters_in_one_graph():
     """The tracer alone, without code generation: no graph break, and no new graph as adapters learn."""
     torch.compiler.reset()
-    net, ids = trained(network(layer_pattern="g1 g1 s")), tokens(0, 2, 40)
+    net, ids = trained(network(layer_pattern="s1 s1")), tokens(0, 2, 40)
     graphs = []
     compiled = torch.compile(
         net, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(1) or graph

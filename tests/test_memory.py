@@ -43,7 +43,11 @@ CASES = [
     ("Llama", "train_grpo", f"{RL} OPTIMIZER=muon EMA=0 ACTIVATION_CHECKPOINTING=1"),
     ("Llama", "train_dpo", "TRAIN_SEQ_LEN=512 MICRO_BATCH_TOKENS=2048 OPTIMIZER=lion QAT=0"),
 ]
-cases = pytest.mark.parametrize(("model", "script", "given"), CASES)
+DAILY = CASES[1:3]
+cases = pytest.mark.parametrize(
+    ("model", "script", "given"),
+    [pytest.param(*case, marks=() if case in DAILY else pytest.mark.full) for case in CASES],
+)
 
 
 def plan(model, script, given):

@@ -34,6 +34,7 @@ from conftest import (
     ROOT,
     TINY,
     Place,
+    add_noise,
     blocks,
     pack,
     refusal,
@@ -59,8 +60,7 @@ def network(**changes):
     torch.manual_seed(0)
     settings = T.Settings(**{**SMALL, "layer_pattern": "g s a", **changes})
     net = T.GPT(T.model_config(settings, 20, 1))
-    for param in net.parameters():
-        param.data.add_(0.1 * torch.randn_like(param))
+    add_noise(net, 0.1)
     return net
 
 

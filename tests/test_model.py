@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from reference import gdn_recurrent
 
 import train_gpt as T
+from conftest import add_noise
 
 SETTINGS = T.Settings(
     layer_pattern="g s1 g a s1",
@@ -43,9 +44,7 @@ def network(seed=0, **changes):
     """Return a float64 network without zero projections, so that every path counts."""
     torch.manual_seed(seed)
     net = T.GPT(config(**changes)).double()
-    with torch.no_grad():
-        for param in net.parameters():
-            param.add_(0.05 * torch.randn_like(param))
+    add_noise(net, 0.05)
     return net
 
 
@@ -259,9 +258,7 @@ def train_through_the_switch(backend):
     """Losses of seven steps; from the fifth on the weights are quantized to 3 bits."""
     torch.manual_seed(16)
     net = T.GPT(config(layer_pattern="g s"))
-    with torch.no_grad():
-        for param in net.parameters():
-            param.add_(0.05 * torch.randn_like(param))
+    add_noise(net, 0.05)
     model = net
     if backend != "eager":
         model = torch.compile(net, backend=backend, dynamic=False, fullgraph=True)

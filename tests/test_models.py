@@ -19,7 +19,7 @@ import sample
 import train_gpt as T
 import train_grpo
 import train_sft as S
-from conftest import ROOT, environment, start
+from conftest import ROOT, add_noise, environment, exit_code, mutated, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 264  # of the tokenizer "bytes"
@@ -177,6 +177,14 @@ def test_token_by_token_and_padded_rows(imported, name):
         assert found.ids == want[0, len(prompt) :].tolist()
 
 
+def check_logits(transformers, folder, out):
+    """The network that import made of a folder has the logits of transformers; return it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    network = load(out)
+    assert (network(texts()) - model(texts()).logits).abs().max() < 1e-4
+    return network
+
+
 def tensors_of(folder):
     """Return the tensors of all safetensors files of a model in a folder."""
     from safetensors.torch import load_file
@@ -230,8 +238,7 @@ def test_presets_are_models_of_transformers(transformers, imported, tmp_path, pr
     settings = T.load_settings(T.Settings, environ, presets={"ARCH_MODE": T.ARCH_PRESETS})
     torch.manual_seed(0)
     network = T.GPT(T.model_config(settings, VOCAB, 1))
-    for param in network.parameters():
-        param.data += 0.1 * torch.randn_like(param)
+    add_noise(network, 0.1)
     imported.run("export", save(tmp_path / "run", 1, network).parent, tmp_path / "exported")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     family = {"llama": "Llama", "qwen3_5": "Qwen3_5"}.get(preset, preset.title())
@@ -456,10 +463,8 @@ def test_a_head_of_its_own_in_a_tied_model(transformers, imported, tmp_path, nam
         )
         out = tmp_path / "runs" / f"head{number}"
         imported.run("import", folder, out, TOKENIZER_PATH="bytes")
-        network = load(out)
+        network = check_logits(transformers, folder, out)
         assert network.config.tie_embeddings == (scale == 1.0)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        assert (network(texts()) - model(texts()).logits).abs().max() < 1e-4
         imported.run("export", out, tmp_path / f"back{number}", "--like", folder)
         assert_same_tensors(folder, tmp_path / f"back{number}")
 
@@ -496,9 +501,7 @@ def test_weights_of_other_dtypes(transformers, imported, tmp_path, dtype):
         lambda state: state.update({key: w.to(getattr(torch, dtype)) for key, w in state.items()}),
     )
     imported.run("import", folder, tmp_path / "runs" / "other", TOKENIZER_PATH="bytes")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    network = load(tmp_path / "runs" / "other")
-    assert (network(texts()) - model(texts()).logits).abs().max() < 1e-4
+    check_logits(transformers, folder, tmp_path / "runs" / "other")
 
 
 ROPES = (
@@ -516,9 +519,7 @@ def test_rotary_positions_of_older_configs(transformers, imported, tmp_path, cha
     config = json.loads((folder / "config.json").read_bytes()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     imported.run("import", folder, tmp_path / "runs" / "rope", TOKENIZER_PATH="bytes")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    network = load(tmp_path / "runs" / "rope")
-    assert (network(texts()) - model(texts()).logits).abs().max() < 1e-4
+    check_logits(transformers, folder, tmp_path / "runs" / "rope")
 
 
 def test_an_index_names_files_beside_it(imported, refuses):
@@ -572,12 +573,13 @@ def test_a_part_of_a_head_that_rotates_is_told_or_refused(transformers, family):
         assert written.get("partial_rotary_factor", 1.0) == (dims / 256 if dims else 1.0)
 
 
-@pytest.mark.parametrize(("changes", "fault"), REFUSED)
-def test_what_the_network_does_not_compute_is_refused_by_name(imported, refuses, changes, fault):
+def test_what_the_network_does_not_compute_is_refused_by_name(imported, refuses):
     _, folder, _ = imported("llama")
-    config = json.loads((folder / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    refuses(fault, folder, TOKENIZER_PATH="bytes")
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes())
+    for changes, fault in REFUSED:
+        path.write_text(json.dumps(config | changes))
+        refuses(fault, folder, TOKENIZER_PATH="bytes")
 
 
 def train_adapters(folder, out):
@@ -1102,17 +1104,6 @@ def test_packed_rows_without_bos_are_as_transformers_has_them_alone(imported, na
 
 
 # ------------------------------------------------------------------------------------ damaged folders
-ODD_VALUES = (None, True, -1, 0, 3, 2.5, 1e300, 10**18, float("nan"), "", "x", "\ud800", "a" * 999)
-ODD_VALUES += ([], {}, [[]], [None], {"a": 1}, [1] * 99)
-
-
-def places_of(value, place=()):
-    """Yield the places of all values in a JSON value; of a long list or object those of the first few."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, part in list(inner)[:40]:
-        yield (*place, key)
-        if isinstance(part, dict | list):
-            yield from places_of(part, (*place, key))
 
 
 def damage(content, random):
@@ -1123,16 +1114,7 @@ def damage(content, random):
     if kind < 0.2:
         at = random.randrange(len(content))
         return content[:at] + bytes([random.randrange(256)]) + content[at + 1 :]
-    value = json.loads(content)
-    place = random.choice(list(places_of(value)))
-    holder = value
-    for key in place[:-1]:
-        holder = holder[key]
-    if kind < 0.3:
-        del holder[place[-1]]
-    else:
-        holder[place[-1]] = random.choice(ODD_VALUES)
-    return json.dumps(value).encode()
+    return json.dumps(mutated(json.loads(content), random)).encode()
 
 
 def damage_header(content, random):
@@ -1146,7 +1128,7 @@ def damage_header(content, random):
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 40), pytest.param(40, 360, marks=pytest.mark.full)]
 )
-def test_damaged_folders(transformers, imported, tmp_path, monkeypatch, capsys, first, count):
+def test_damaged_folders(transformers, imported, tmp_path, capsys, first, count):
     """A folder with one odd value is refused in one line, or makes a model that works."""
     folder = tmp_path / "good"
     make(transformers, "llama3", vocab_size=640, num_hidden_layers=1).save_pretrained(folder)
@@ -1173,9 +1155,8 @@ def test_damaged_folders(transformers, imported, tmp_path, monkeypatch, capsys, 
         change = damage_header if path.suffix == ".safetensors" else damage
         path.write_bytes(change(content, random))
         out = tmp_path / f"run{number}"
-        monkeypatch.setattr(sys, "argv", ["quantize.py", "import", str(folder), str(out)])
         capsys.readouterr()
-        code = Q.exit_code(Q.main)
+        code = exit_code(Q, "import", folder, out)
         error = capsys.readouterr().err
         path.write_bytes(content)
         assert code in (0, 2) and error.count("\n") == (code == 2), (number, path, error)

@@ -6,6 +6,7 @@ Everything but ranks and generation is float64 with an independent reference.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 import statistics
@@ -42,22 +43,10 @@ from test_objective import (
 
 import train_grpo as G
 import train_ppo as P
+from conftest import refusal
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("one_thread", "default_dtype")
-
-
-@pytest.fixture
-def default_dtype(request):
-    """float64 for all that a test makes, unless it asks for float32 by the fixture of that name."""
-    torch.set_default_dtype(torch.float32 if "float32" in request.fixturenames else torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
-def float32():
-    """Real runs are in float32."""
 
 
 # -------------------------------------------------------------------------------------------- advantages and rewards
@@ -291,19 +280,6 @@ def test_the_content_and_the_width_of_padding_change_nothing(pad):
             assert (one[:, :6] - other).abs().max() < 1e-15 and torch.equal(
                 one[:, 6:], torch.zeros(5, width - 6)
             )
-        advantages = P.advantage_estimates(
-            made.batch.returns, made.batch.values, made.mask, 0.9, 0.8
-        )
-        rewards = P.shaped_rewards(torch.arange(5.0), made.batch.sampled, made.mask, 0.3)
-        same = case(0)
-        assert torch.equal(
-            advantages[:, :6],
-            P.advantage_estimates(same.batch.returns, same.batch.values, same.mask, 0.9, 0.8),
-        )
-        assert torch.equal(
-            rewards[:, :6], P.shaped_rewards(torch.arange(5.0), same.batch.sampled, same.mask, 0.3)
-        )
-        assert advantages[:, 6:].abs().sum() == rewards[:, 6:].abs().sum() == 0
 
 
 def test_the_defaults_are_those_of_the_field():
@@ -659,12 +635,10 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------- faults, settings
-def refused(function, *arguments, **named):
-    """The one line of the UserError that a call must raise."""
-    with pytest.raises(P.UserError) as error:
-        function(*arguments, **named)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+
+
+# The one line of the UserError that a call must raise.
+refused = functools.partial(refusal, P.UserError, "")
 
 
 def test_gradients_that_are_not_finite_move_no_weight(monkeypatch):

@@ -74,9 +74,7 @@ def test_adapters_and_a_random_reward(place):
 
 def test_faults_are_one_line(place, judge, letters):
     for changes, said in (
-        ({"RATIO_LIMIT": 2}, "RATIO_LIMIT='2': no setting of this script"),
         ({"REWARD_MODEL": "none"}, "REWARD_MODEL='none': no such file; must be a run"),
-        ({"KL_BETA": 0, "KL_TARGET": 6}, "KL_TARGET=6.0: needs a KL_BETA above 0"),
         (
             {"REWARD_MODEL": letters / "policy"},
             r"REWARD_MODEL='\S+': .* has no value head; must be",

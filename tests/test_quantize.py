@@ -18,7 +18,7 @@ from test_model import config
 import quantize as Q
 import sample as S
 import train_gpt as T
-from conftest import ROOT, TINY, blocks, environment, start
+from conftest import ROOT, TINY, add_noise, blocks, environment, start
 
 SETTINGS = T.Settings(
     layer_pattern="g s",
@@ -43,9 +43,7 @@ def network(seed=0, **changes):
     """Return a network none of whose parameters is at a special value."""
     torch.manual_seed(seed)
     net = T.GPT(config(BYTES.vocab_size, BYTES.bos_id, SETTINGS, **changes))
-    with torch.no_grad():
-        for param in net.parameters():
-            param.add_(0.05 * torch.randn_like(param))
+    add_noise(net, 0.05)
     return net
 
 
@@ -432,19 +430,7 @@ def forge(path, place, value):
 def test_forged_headers_are_one_line(call, place, tmp_path):
     """Whatever a header claims, commands work or say what is wrong; `call` asserts one line."""
     path = tmp_path / "m.upar"
-    lies = [[key] for key in ("settings", "meta", "tokenizer_sha256", "streams")]
-    lies.append(["meta", "tokenizer"])
-    for name in ("tables", "embed", "blocks.0.mix"):
-        keys = ("shape", "dtype", "length", "bits", "scale")
-        lies += [["streams", name, key] for key in keys]
-    for lie in lies:
-        for value in (5, "x", [], {}, None, -1.5):
-            shutil.copy(place / "run" / "model.upar", path)
-            forge(path, lie, value)
-            call("info", path)
-            call("unpack", path, tmp_path / "folder")
-            shutil.rmtree(tmp_path / "folder", ignore_errors=True)
-    for lie in lies[:3] + lies[4:5]:
+    for lie in (["settings"], ["meta"], ["tokenizer_sha256"], ["meta", "tokenizer"]):
         shutil.copy(place / "run" / "model.upar", path)
         forge(path, lie, 5)
         code, _, error = call("info", path)
@@ -461,7 +447,7 @@ JUNK = [None, True, -1, 0, 2.5, 10**9, 1 << 70, math.nan, 1e400, "", "rans", "a\
 JUNK += ["/dev/zero", [], [1 << 40, 0], {"a": 1}, [[]], "g " * 10_000]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.full)])
 def test_a_value_of_any_type_anywhere_in_the_header_is_one_line(call, place, tmp_path, count):
     """`call` asserts one line; sample.py's load_model raises a UserError or nothing."""
     random = np.random.default_rng(0)
@@ -613,24 +599,6 @@ def test_a_folder_is_as_small_as_its_weights_and_may_be_renamed(call, place, tmp
 
 
 # ------------------------------------------------------------------------------------------ export
-@pytest.mark.parametrize("changes", [{}, dict(tie_embeddings=False, num_kv_heads=1)])
-def test_transformers_computes_the_same_logits_from_an_export(call, tmp_path, changes):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    net = network(**{**LLAMA, **changes})
-    code, output, error = call("export", save(tmp_path / "run", net), tmp_path / "hf")
-    assert code == 0 and "trust_remote_code" not in output, error
-    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf", dtype=torch.float32, output_loading_info=True
-    )
-    assert type(theirs) is transformers.LlamaForCausalLM
-    keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    assert not any(loading[key] for key in keys), loading
-    ids = torch.randint(2, 260, (2, 50), generator=torch.Generator().manual_seed(3))
-    ids[:, 0] = BYTES.bos_id
-    with torch.no_grad():
-        ours = net(ids)
-        assert (ours - theirs(ids).logits).abs().max() < 1e-4 < ours.std() / 100
-    assert theirs.generation_config.eos_token_id == [BYTES.bos_id, 263]
 
 
 OTHER_LAYOUTS = [

@@ -87,7 +87,7 @@ def test_logits_and_greedy_texts(exported, name):
 
 @torch.no_grad()
 def test_the_cache(exported):
-    """Beams, several texts of a prompt, logits of all places, and what a cache cannot do."""
+    """Beams, several texts of a prompt, and what a cache cannot do."""
     net = network(layer_pattern="g s", tie_embeddings=False)
     net.head.data = torch.randn_like(net.head)  # so that the best beam changes
     model = exported(net)
@@ -95,14 +95,6 @@ def test_the_cache(exported):
     mask = torch.ones_like(ids)
     mask[:, :13] = 0
     mask[1:, 5:] = 1
-    first = model(ids, attention_mask=mask, use_cache=True)
-    assert torch.equal(first.logits, model(ids, attention_mask=mask).logits)
-    token = torch.tensor([[5], [6], [7]])
-    after = model(token, past_key_values=first.past_key_values).logits
-    longer = torch.cat([ids, token], 1)
-    longer_mask = torch.cat([mask, torch.ones_like(token)], 1)
-    expected = model(longer, attention_mask=longer_mask, logits_to_keep=1).logits
-    assert after.shape == expected.shape and (after - expected).abs().max() < 1e-4
     options = dict(attention_mask=mask, max_new_tokens=8, eos_token_id=None)
     beams = [
         model.generate(ids, num_beams=3, do_sample=False, use_cache=use_cache, **options)

@@ -11,8 +11,8 @@ import subprocess
 import sys
 
 import pytest
-import sentencepiece
 import torch
+from test_data import train_model
 
 import sample as P
 import train_grpo as G
@@ -365,16 +365,7 @@ def test_a_tokenizer_without_role_tokens(place, tmp_path):
     """A prompt is a line and BOS ends the answer; the tokenizer's file stands in the run and goes
     with its artifact.
     """
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a b c d e f g h i j k l m n o p q r s t x y"] * 20),
-        model_prefix=str(tmp_path / "tokenizer"),
-        vocab_size=60,
-        hard_vocab_limit=False,
-        model_type="bpe",
-        minloglevel=2,
-        user_defined_symbols=["\n"],
-    )
-    tokenizer = G.load_tokenizer(tmp_path / "tokenizer.model")
+    tokenizer = G.load_tokenizer(train_model(tmp_path / "tokenizer.model", control_symbols=[]))
     pack(small_network(tokenizer=tokenizer), tokenizer, tmp_path)
     reward = f"{ROOT / 'data' / 'tasks.py'}:coin"
     place.run("words", INIT_FROM=tmp_path, REWARD=reward, **SHORT)

@@ -4,13 +4,11 @@ import io
 import itertools
 import json
 import math
-import os
 import shlex
 import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from test_weights import network, pack
 
 import sample as S
 import train_grpo as G
-from conftest import BYTES, ROOT, blocks, environment, refusal, write_lines
+from conftest import BYTES, ROOT, blocks, exit_code, refusal, write_lines
 
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS
 BOS = 1
@@ -556,19 +554,11 @@ def test_mistakes_are_one_line(place, monkeypatch, capsys, command, message):
     if "learned" in command:
         pack(place / "learned", lively(0, positions="learned"))
     given = {"ARTIFACT": "main", "MODE": "score" if "SCORE_PATH" in command else "generate"}
-    assert run(given | dict(word.split("=", 1) for word in command.split())) == 2
+    given |= dict(word.split("=", 1) for word in command.split())
+    assert exit_code(S, **given) == 2
     out, error = capsys.readouterr()
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
     assert out == ""
-
-
-def run(given):
-    """Return the exit code of sample.py with these settings."""
-    with (
-        mock.patch.dict(os.environ, environment(**given), clear=True),
-        mock.patch.object(sys, "argv", ["sample.py"]),
-    ):
-        return S.exit_code(S.main)
 
 
 def test_a_file_holds_the_scores(place, tmp_path, capsys):
@@ -635,7 +625,7 @@ def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
         assert (python, script) == ("python", "sample.py")
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
         given = dict(change.split("=", 1) for change in changes)
-        assert run(given) == 0, (command, capsys.readouterr().err)
+        assert exit_code(S, **given) == 0, (command, capsys.readouterr().err)
         assert capsys.readouterr().out.strip()
     scores = json.loads((tmp_path / "task.json").read_text())["scores"]
     assert len(commands) == 6 and [*scores] == ["data/sort.jsonl"]

@@ -26,15 +26,7 @@ from conftest import BYTES, small_network, spelt, write_lines
 CPU = torch.device("cpu")
 BOS = 1
 KINDS = ["", "forward", "jsd", "attention", "pool", "projection"]
-pytestmark = pytest.mark.usefixtures("one_thread", "float64")
-
-
-@pytest.fixture
-def float64():
-    """All in float64, the angles of rotary positions too: in float32 a place costs a row its last digits."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("one_thread", "default_dtype")
 
 
 def network(seed=0, layers="g a", dim=16, **changes):
@@ -74,8 +66,6 @@ def losses_alone(made, row):
 
 
 # -------------------------------------------------------------------------------------------------- formats and masks
-def pair_of(question, answer, said, **others):
-    return said, {question: "hi", answer: "yo", **others}, "^Uhi.Ayo.", "-----yo."
 
 
 def messages_of(*turns):
@@ -88,14 +78,12 @@ SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
 SHARED = {"conversations": [{"from": SHAREGPT[role], "value": text} for role, text in MULTI]}
 TOOL = [("user", "q"), ("assistant", "call"), ("tool", "42"), ("assistant", "ok")]
 TWO = {"instruction": "h", "input": "i", "output": "yo"}
+QUESTION = {"question": "hi", "answer": "yo"}
 FORMATS = {
-    "Alpaca": pair_of("instruction", "output", "Alpaca", input=""),
     "Alpaca with input": ("Alpaca", TWO, "^Uh\n\ni.Ayo.", "-------yo."),
     "ShareGPT": ("ShareGPT", SHARED, *SPELT),
     "messages": ("messages", messages_of(*MULTI), *SPELT),
-    "prompt/completion": pair_of("prompt", "completion", "prompt/completion"),
-    "prompt/response": pair_of("prompt", "response", "prompt/completion"),
-    "question/answer": pair_of("question", "answer", "prompt/completion"),
+    "question/answer": ("prompt/completion", QUESTION, "^Uhi.Ayo.", "-----yo."),
     "text": ("text", {"text": "hey"}, "^hey^", "hey^"),  # its end is the next BOS
     "tool": ("messages", messages_of(*TOOL), "^Uq.Acall.U42.Aok.", "----call.-----ok."),
     "ends with the user": (
@@ -158,21 +146,11 @@ def read(path, **changes):
 
 
 MALFORMED = [
-    ("no known format, fields 'answers, ask'", {"ask": "a", "answers": "b"}),
-    ("missing field 'output' or 'response' or 'completion' or 'answer'", {"instruction": "a"}),
-    ("missing field 'completion' or 'response' or 'answer' or 'output'", {"prompt": "a"}),
-    ("field 'output' is no text", {"instruction": "a", "output": True}),
-    ("field 'messages' is no list of messages", {"messages": ["a"]}),
     ("empty answer", {"prompt": "a", "completion": " \n"}),
     ("empty answer", {"text": ""}),
     ("empty answer", messages_of(("user", "a"), ("assistant", ""))),
-    ("unknown role 'wizard'", messages_of(("wizard", "a"))),
-    ("no turn of the assistant", messages_of(("user", "a"))),
     ("more than TRAIN_SEQ_LEN=64 tokens", {"prompt": "a", "completion": "b" * 59}),
     ("invalid UTF-8", b'{"prompt": "a", "completion": "\xff"}'),
-    ("half a surrogate pair, which is no Unicode", b'{"prompt": "a", "completion": "\\ud800"}'),
-    ("no JSON", b"{nothing"),
-    ("no JSON object", [1, 2]),
 ]
 
 
@@ -187,7 +165,7 @@ def test_every_malformed_row_is_counted_and_named(tmp_path):
         f"{kind}: {count} {S.places([*range(41 + names.index(kind), 41 + names.index(kind) + count)])}"
         for kind, count in faults.items()
     )
-    assert said[0] == f"data: {path}: 55 rows, used 40 prompt/completion; left out {left}"
+    assert said[0] == f"data: {path}: 45 rows, used 40 prompt/completion; left out {left}"
 
 
 def test_a_row_of_exactly_the_context_is_used():
@@ -199,7 +177,7 @@ def test_a_row_of_exactly_the_context_is_used():
     [
         (
             [row for _, row in MALFORMED],
-            r"15 rows, used none; left out .*; must hold one usable row at least",
+            r"5 rows, used none; left out .*; must hold one usable row at least",
         ),
         ([], r"0 rows, used none; left out none; must hold one usable row at least"),
         (

@@ -260,10 +260,6 @@ FAULTS = [
         r"TEACHER='.*': .*model.upar has the tokenizer bytes; must be the student's, "
         r"tokenizer.model, with role tokens",
     ),
-    (
-        {"TEACHER": "none"},
-        "TEACHER='none': no such file; must be a run, a checkpoint or an artifact",
-    ),
     ({"KD_ALPHA": 0.9}, "KD_ALPHA=0.9: needs a TEACHER"),
     (
         {"TEACHER": "STRAIGHT", "KD_LOSS": "pool", "KD_ALPHA": 1},
@@ -272,7 +268,6 @@ FAULTS = [
     ({"TEACHER": "STRAIGHT", "KD_TOP_K": 1}, "KD_TOP_K=1: must be 0 or at least 2"),
     ({"TEACHER": "STRAIGHT", "COMPILE": 1}, "COMPILE=1: must be 0 with a TEACHER"),
     ({"TRAIN_BATCH_TOKENS": 100}, "TRAIN_BATCH_TOKENS=100: must be a multiple of TRAIN_SEQ_LEN x"),
-    ({"TRAIN_FILES": "none.jsonl"}, "none.jsonl: cannot be read"),
     ({"LORA_RANK": 4, "QAT": 1}, "QAT=1: adapters are not quantized"),
     (
         {"TRAIN_SEQ_LEN": 8, "TRAIN_BATCH_TOKENS": 8},

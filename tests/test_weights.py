@@ -11,7 +11,7 @@ from test_model import config
 import sample as S
 import train_gpt as T
 import train_sft
-from conftest import ROOT, environment, refusal, start
+from conftest import ROOT, add_noise, environment, refusal, start
 
 BYTES = S.load_tokenizer("bytes")
 IDS = torch.tensor([[1, *range(70, 110)]])
@@ -21,9 +21,7 @@ def network(seed, tokenizer=BYTES, **changes):
     torch.manual_seed(seed)
     layers = dict(layer_pattern="g s A1 A1", norm="rms_weight layer")
     net = T.GPT(config(tokenizer.vocab_size, tokenizer.bos_id, **layers, **changes))
-    with torch.no_grad():
-        for param in net.parameters():
-            param.add_(0.03 * torch.randn_like(param))
+    add_noise(net, 0.03)
     return net
 
 
