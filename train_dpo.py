@@ -5094,7 +5094,7 @@ def imported_defaults(lora_rank):
 
     Its weights are a good model already: high rates ruin it in a few steps. So do averages with
     weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
-    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
+    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md). Its texts are longer, too.
     """
     rate, lora_rate = IMPORTED_RATES
     return {
@@ -5104,6 +5104,7 @@ def imported_defaults(lora_rank):
         "swa": False,
         "matrix_bits": 8,
         "artifact_bytes_max": 0,
+        **IMPORTED_DEFAULTS,
     }
 
 
@@ -5760,6 +5761,7 @@ def pair_summary(metrics):
 
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
 IMPORTED_RATES = (1e-5, 2e-4)
+IMPORTED_DEFAULTS = {"train_seq_len": 1024}  # as in TRL
 NOTE_SECONDS = 5.0  # between lines of a long score
 
 

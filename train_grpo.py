@@ -5340,7 +5340,7 @@ def imported_defaults(lora_rank):
 
     Its weights are a good model already: high rates ruin it in a few steps. So do averages with
     weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
-    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
+    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md). Its texts are longer, too.
     """
     rate, lora_rate = IMPORTED_RATES
     return {
@@ -5350,6 +5350,7 @@ def imported_defaults(lora_rank):
         "swa": False,
         "matrix_bits": 8,
         "artifact_bytes_max": 0,
+        **IMPORTED_DEFAULTS,
     }
 
 
@@ -6698,6 +6699,7 @@ class GRPOEpisodeTrainer(EpisodeTrainer, GRPOTrainer):
 # -------------------------------------------------------------------------------------------- main
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
 IMPORTED_RATES = (1e-6, 2e-5)
+IMPORTED_DEFAULTS = {"max_new_tokens": 256, "temperature": 1.0}  # as in TRL
 
 
 def main():

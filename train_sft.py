@@ -5274,7 +5274,7 @@ def imported_defaults(lora_rank):
 
     Its weights are a good model already: high rates ruin it in a few steps. So do averages with
     weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
-    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
+    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md). Its texts are longer, too.
     """
     rate, lora_rate = IMPORTED_RATES
     return {
@@ -5284,6 +5284,7 @@ def imported_defaults(lora_rank):
         "swa": False,
         "matrix_bits": 8,
         "artifact_bytes_max": 0,
+        **IMPORTED_DEFAULTS,
     }
 
 
@@ -5847,6 +5848,7 @@ def distilled_losses(student, teacher, projection, batch, settings):
 
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
 IMPORTED_RATES = (1e-5, 2e-4)
+IMPORTED_DEFAULTS = {"train_seq_len": 1024}  # as in TRL
 
 
 class SFTTrainer(Finetuner, Stateful):
