@@ -38,6 +38,11 @@ def settings(**changes):
     return T.Settings(**{"max_wallclock_seconds": 110.0, "reserve_seconds": 10.0, **changes})
 
 
+def send_report(clock, *numbers):
+    """Send loss, norm and stop of a step, or some of them."""
+    clock.send_report(*map(torch.tensor, (*numbers, *(1.0, 0.5, 0.0)[len(numbers) :])))
+
+
 def run(cfg, step_seconds, replay=()):
     """The loop of main() without a network: (plan, clock, multipliers, seconds when it stopped)."""
     now = T.time
@@ -53,7 +58,7 @@ def run(cfg, step_seconds, replay=()):
         multipliers.append(plan.rates(progress))
         now.seconds += step_seconds(step, now.seconds - start)
         clock.previous_report()
-        clock.send_report(torch.tensor(1.0), torch.tensor(0.5), torch.tensor(0.0))
+        send_report(clock)
         step += 1
         assert step < 100_000
     return plan, clock, multipliers, now.seconds - start
@@ -274,7 +279,7 @@ def test_a_resumed_run_goes_on_where_it_was(now, tmp_path):
         begun = plan.begin_phases(number, progress)
         now.seconds += 5.5 + number % 3
         report = clock.previous_report()
-        clock.send_report(torch.tensor(1.0 + number), torch.tensor(0.5), torch.tensor(0.0))
+        send_report(clock, 1.0 + number)
         return progress, begun, report
 
     for number in range(7):
@@ -327,7 +332,7 @@ def test_reports_arrive_one_step_late(now):
     clock.start()
     assert clock.previous_report() is None
     now.seconds += 2.0
-    clock.send_report(torch.tensor(3.5), torch.tensor(math.inf), torch.tensor(15.0))
+    send_report(clock, 3.5, math.inf, 15.0)
     with clock.paused():
         now.seconds += 50.0  # validation: the clock stands still
     assert clock.previous_report() == T.StepReport(
@@ -337,7 +342,7 @@ def test_reports_arrive_one_step_late(now):
     assert clock.previous_report() is None
     assert clock.elapsed() == 2.0 and clock.limit == 110.0  # the reserve included
     now.seconds += 1.0
-    clock.send_report(torch.tensor(2.5), torch.tensor(0.5), torch.tensor(0.0))
+    send_report(clock, 2.5)
     assert clock.previous_report() == T.StepReport(
         loss=2.5, grad_norm=0.5, stop_requested=False, seconds=3.0
     )
@@ -350,7 +355,7 @@ def test_progress_counts_the_step_on_its_way_and_the_coming_one(now):
         clock.progress(step)
         clock.previous_report()
         now.seconds += 10.0 if step == 0 else 2.0
-        clock.send_report(torch.tensor(1.0), torch.tensor(0.5), torch.tensor(0.0))
+        send_report(clock)
     assert clock.seconds == [0.0, 10.0, 12.0, 14.0]  # that of the step ending at 16 is on its way
     assert clock.median_step() == 2.0
     assert clock.progress(4) == pytest.approx(0.18)
