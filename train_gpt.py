@@ -1445,46 +1445,6 @@ def unit_inverse(a):
     return 2 * inverse - inverse @ a @ inverse
 
 
-def gdn_scan(factors: Tensor, terms: Tensor, state: Tensor) -> Tensor:
-    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
-
-        S_0 = state     S_{n+1} = F_n S_n + t_n
-
-    There are M = B * H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V).
-    """
-    states = scan_outputs(factors, terms, state)
-    states[0] = state
-    for n in range(len(terms)):
-        torch.baddbmm(terms[n], factors[n], states[n], out=states[n + 1])
-    return states
-
-
-def scan_outputs(factors, terms, state):
-    """Return room for the states of gdn_scan, given its arguments."""
-    return state.new_empty(len(terms) + 1, *state.shape)
-
-
-def keep_scan(ctx, inputs, output):
-    """Keep what gdn_scan_backward needs."""
-    ctx.save_for_backward(inputs[0], output)
-
-
-def gdn_scan_backward(ctx, d_states):
-    """Return the gradients of gdn_scan's inputs, given that of the states by what reads them.
-
-    They are a scan, too, from the last chunk to the first: R_N = d_N and R_n = F_n^T R_{n+1} + d_n.
-    So second derivatives are right.
-    """
-    factors, states = ctx.saved_tensors
-    d = d_states.flip(0)
-    r = gdn_scan(factors.flip(0).mT, d[1:], d[0]).flip(0)
-    return r[1:] @ states[:-1].mT, r[1:], r[0]
-
-
-# An operator: traced, a window of 2,048 tokens would be 64 products in the graph of each layer.
-gdn_scan = register("gdn_scan", gdn_scan, scan_outputs, gdn_scan_backward, keep_scan)
-
-
 def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
 
@@ -1510,27 +1470,28 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
         state = g.new_zeros(b, h, dim_k, v.size(-1))
     beta = beta.to(dtype)[..., None]
     q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
-    # Autocast would round the inverse and the state to bfloat16.
-    with torch.autocast(v.device.type, enabled=False):
-        # float64: after strong decay a difference of float32 sums would have few digits left.
-        total = g.double().cumsum(-2)
-        grow = total.to(g.dtype).exp()
-        # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
-        # a gradient through exp(G_i - G_i) would cancel only up to rounding.
-        eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
-        gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
-        below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
-        kb = beta * k
-        inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
-        p = ((q @ k.mT) * (below + eye)).to(dtype)
-        u = inverse @ (beta * v)
-        w = inverse @ (kb * grow).to(dtype)
-        k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
-        eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-        factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
-        states = gdn_scan(factors, (k_out.mT @ u).to(g.dtype), state.flatten(0, 1))
-        before = states[:-1].to(dtype)
-        o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
+    # float64: after strong decay a difference of float32 sums would have few digits left.
+    total = g.double().cumsum(-2)
+    grow = total.to(g.dtype).exp()
+    # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
+    # a gradient through exp(G_i - G_i) would cancel only up to rounding.
+    eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
+    gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
+    below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
+    kb = beta * k
+    inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
+    p = ((q @ k.mT) * (below + eye)).to(dtype)
+    u = inverse @ (beta * v)
+    w = inverse @ (kb * grow).to(dtype)
+    k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
+    eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+    factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+    terms = (k_out.mT @ u).to(g.dtype)
+    states = [state.flatten(0, 1)]  # S_0 to S_N, (M, K, V) each
+    for factor, term in zip(factors, terms, strict=True):
+        states.append(torch.baddbmm(term, factor, states[-1]))
+    before = torch.stack(states[:-1]).to(dtype)
+    o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)
 
