@@ -87,7 +87,7 @@ import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 # === shared: bounds ===
 Paths = NewType("Paths", str)  # of a setting: a file, a folder or several; `~` is the home folder
@@ -1707,7 +1707,7 @@ class GPTConfig:
     mlp: str = "relu2"  # kind of MLP, see MLP.forward
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
     mlp_hidden: int = 0  # hidden width of the MLP; 0: by mlp_mult
-    norm_eps: float = 0.0  # added to mean squares in RMSNorm; 0: the smallest of the dtype
+    norm_eps: float = 0.0  # added to mean squares in RMSNorm; 0: 1.2e-7, float32's machine epsilon
     positions: str = "rope"  # rope, learned or none
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     rope_base: float = ROPE_BASE
@@ -1751,8 +1751,9 @@ def scaled(x, scale):
 def matrix(splits, cols, std=0.0):
     """Return a parameter of matrices with `splits` rows, one below the other.
 
-    Muon takes the matrices one by one. Entries are normal with deviation `std`; 0 means
-    0.5 / sqrt(cols), with which normed inputs give outputs of deviation 0.5.
+    Muon takes the matrices one by one, by the attribute `splits` of the parameter (fill_network
+    copies it). Entries are normal with deviation `std`; 0 means 0.5 / sqrt(cols), with which normed
+    inputs give outputs of deviation 0.5.
     """
     weight = nn.Parameter(torch.randn(sum(splits), cols) * (std or 0.5 * cols**-0.5))
     weight.splits = splits
@@ -1767,7 +1768,8 @@ def rms_norm(x, eps=0.0):
 def register(name, form, shapes, backward=None, keep=None):
     """Return a form as an operator, which torch.compile calls and does not trace.
 
-    shapes: returns empty outputs, from which the compiler learns their shapes. The first script
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
     imported into a process registers it for all: a second registration would free the first, and a
     handle to it would crash.
     """
@@ -1823,9 +1825,23 @@ def unit_inverse(a):
     eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
     with torch.no_grad():
         inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
-    # A Newton step from the inverse leaves it as it is. It is there for its gradient, which takes
-    # two products where a solver's would take another solver.
+    # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
+    # constant that is d(A^-1) = -A^-1 dA A^-1, two products where a solver's would take another
+    # solver. Second derivatives would be wrong.
     return 2 * inverse - inverse @ a @ inverse
+
+
+def gdn_scan(factors, terms, state):
+    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
+
+        S_0 = state     S_{n+1} = F_n S_n + t_n
+
+    There are M = B * H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V).
+    """
+    states = [state]
+    for factor, term in zip(factors, terms, strict=True):
+        states.append(torch.baddbmm(term, factor, states[-1]))
+    return torch.stack(states)
 
 
 def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
@@ -1870,10 +1886,8 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
     factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
     terms = (k_out.mT @ u).to(g.dtype)
-    states = [state.flatten(0, 1)]  # S_0 to S_N, (M, K, V) each
-    for factor, term in zip(factors, terms, strict=True):
-        states.append(torch.baddbmm(term, factor, states[-1]))
-    before = torch.stack(states[:-1]).to(dtype)
+    states = gdn_scan(factors, terms, state.flatten(0, 1))
+    before = states[:-1].to(dtype)
     o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)
@@ -1918,7 +1932,7 @@ class GatedDeltaNet(nn.Module):
         # Taps first: with channels first the compiler reads single numbers, not vectors.
         conv = torch.empty(2 * key_dim + value_dim, CONV_TAPS).uniform_(-1, 1)
         self.conv = nn.Parameter(conv.mT.contiguous() / CONV_TAPS**0.5)
-        # A decay of 0 would be a dead head.
+        # A starts above 0: at A = 0 log A is -inf, and no gradient moves it.
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
@@ -2070,10 +2084,10 @@ class Attention(nn.Module):
 
 @dataclass
 class Context:
-    """What mixers know of the tokens ids (B, T) beside their vectors: documents and positions.
+    """Documents and positions of the tokens ids (B, T).
 
-    Through its methods alone they reach other tokens. A Decoder (section generation) has one whose
-    methods reach the tokens of earlier calls, too.
+    Layers mix tokens through its methods alone, so that the scripts that generate text (Decoder in
+    sample.py) can replace them by ones with a cache of earlier tokens.
     """
 
     recent: Tensor  # (B, CONV_TAPS-1 + T) the ids; in front, the places that a convolution reaches
@@ -2083,7 +2097,7 @@ class Context:
     angles: tuple = ()  # cosines and sines of `rotation`; none without rotary positions
 
     def of_layer(self, place):
-        """Return the context of a layer, given its place."""
+        """Return the context of a layer, given its place; where there is no cache, of all layers."""
         return self
 
     def project(self, x, weight):
@@ -2299,8 +2313,8 @@ class GPT(nn.Module):
     def features(self, ids, doc=None, borders=None, context=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
-        doc and borders: see `context`. Texts that go on have a context of their own (see Decoder in
-        section generation).
+        doc and borders: see `context`. Texts that are generated bring a context of their own (Decoder
+        in sample.py).
         """
         config = self.config
         context = context or self.context(ids, doc, borders)
@@ -2327,7 +2341,9 @@ class GPT(nn.Module):
             if skips and place >= half:
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
-            run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
+            run = block
+            if recompute:
+                run = functools.partial(activation_checkpoint, block, use_reentrant=False)
             x = run(x, x0, mixer, context.of_layer(place))
             if config.unet_skips and place < half:
                 skips.append(x)
@@ -2501,8 +2517,8 @@ def choose_kernels(choice, network, runtime, log):
     """Fill FAST with the forms that are at hand and agree with the plain ones; log why.
 
     choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
-    form may be at most twice as far from float32 as the plain form. Raises UserError if fla is asked
-    for and left out.
+    form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
+    the plain form has no error. Raises UserError if fla is asked for and left out.
     """
     FAST.clear()
     if choice != "plain" and runtime.device.type == "cuda":

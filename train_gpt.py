@@ -25,12 +25,13 @@ Where to change what:
     what validation measures              Scorer, score_artifact
     how weights are rounded and packed    quantize, fit_artifact
     a new setting of the model            Settings, GPTConfig; a field of one name in both, layers read it
-    another new setting                   Settings; if a resumed run must keep it, `names` in main
-Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled(), and is 0
-where targets are -1. The name of a weight decides its optimizer and how it is packed: w_* is a
-matrix (MATRIX_LR, MATRIX_BITS), *embed* an embedding, and all others are controls (AdamW at
-SCALAR_LR, float16 in the artifact). In the log's header a setting that differs from its default has
-a `*`. A new one also enters OUR_SETTINGS, so that the other scripts refuse it.
+    another new setting                   Settings; if a resumed run must keep it, `identity` in main
+Validation calls GPT.forward, too: a term of the loss that is for training alone goes behind
+`if torch.is_grad_enabled()`, or it becomes part of val_bpb; it is 0 where targets are -1. The name
+of a weight decides its optimizer and how it is packed: w_* is a matrix (MATRIX_LR, MATRIX_BITS),
+*embed* an embedding, and all others are controls (AdamW at SCALAR_LR, float16 in the artifact). In
+the log's header a setting that differs from its default has a `*`. A new one also enters
+OUR_SETTINGS, so that the other scripts refuse it.
 """
 
 # /// script
@@ -81,7 +82,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 # === shared: bounds ===
 Paths = NewType("Paths", str)  # of a setting: a file, a folder or several; `~` is the home folder
@@ -1324,7 +1325,7 @@ class GPTConfig:
     mlp: str = "relu2"  # kind of MLP, see MLP.forward
     mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
     mlp_hidden: int = 0  # hidden width of the MLP; 0: by mlp_mult
-    norm_eps: float = 0.0  # added to mean squares in RMSNorm; 0: the smallest of the dtype
+    norm_eps: float = 0.0  # added to mean squares in RMSNorm; 0: 1.2e-7, float32's machine epsilon
     positions: str = "rope"  # rope, learned or none
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     rope_base: float = ROPE_BASE
@@ -1368,8 +1369,9 @@ def scaled(x, scale):
 def matrix(splits, cols, std=0.0):
     """Return a parameter of matrices with `splits` rows, one below the other.
 
-    Muon takes the matrices one by one. Entries are normal with deviation `std`; 0 means
-    0.5 / sqrt(cols), with which normed inputs give outputs of deviation 0.5.
+    Muon takes the matrices one by one, by the attribute `splits` of the parameter (fill_network
+    copies it). Entries are normal with deviation `std`; 0 means 0.5 / sqrt(cols), with which normed
+    inputs give outputs of deviation 0.5.
     """
     weight = nn.Parameter(torch.randn(sum(splits), cols) * (std or 0.5 * cols**-0.5))
     weight.splits = splits
@@ -1384,7 +1386,8 @@ def rms_norm(x, eps=0.0):
 def register(name, form, shapes, backward=None, keep=None):
     """Return a form as an operator, which torch.compile calls and does not trace.
 
-    shapes: returns empty outputs, from which the compiler learns their shapes. The first script
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
     imported into a process registers it for all: a second registration would free the first, and a
     handle to it would crash.
     """
@@ -1440,9 +1443,23 @@ def unit_inverse(a):
     eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
     with torch.no_grad():
         inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
-    # A Newton step from the inverse leaves it as it is. It is there for its gradient, which takes
-    # two products where a solver's would take another solver.
+    # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
+    # constant that is d(A^-1) = -A^-1 dA A^-1, two products where a solver's would take another
+    # solver. Second derivatives would be wrong.
     return 2 * inverse - inverse @ a @ inverse
+
+
+def gdn_scan(factors, terms, state):
+    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
+
+        S_0 = state     S_{n+1} = F_n S_n + t_n
+
+    There are M = B * H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V).
+    """
+    states = [state]
+    for factor, term in zip(factors, terms, strict=True):
+        states.append(torch.baddbmm(term, factor, states[-1]))
+    return torch.stack(states)
 
 
 def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
@@ -1487,10 +1504,8 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
     factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
     terms = (k_out.mT @ u).to(g.dtype)
-    states = [state.flatten(0, 1)]  # S_0 to S_N, (M, K, V) each
-    for factor, term in zip(factors, terms, strict=True):
-        states.append(torch.baddbmm(term, factor, states[-1]))
-    before = torch.stack(states[:-1]).to(dtype)
+    states = gdn_scan(factors, terms, state.flatten(0, 1))
+    before = states[:-1].to(dtype)
     o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)
@@ -1535,7 +1550,7 @@ class GatedDeltaNet(nn.Module):
         # Taps first: with channels first the compiler reads single numbers, not vectors.
         conv = torch.empty(2 * key_dim + value_dim, CONV_TAPS).uniform_(-1, 1)
         self.conv = nn.Parameter(conv.mT.contiguous() / CONV_TAPS**0.5)
-        # A decay of 0 would be a dead head.
+        # A starts above 0: at A = 0 log A is -inf, and no gradient moves it.
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
         log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
         self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
@@ -1687,10 +1702,10 @@ class Attention(nn.Module):
 
 @dataclass
 class Context:
-    """What mixers know of the tokens ids (B, T) beside their vectors: documents and positions.
+    """Documents and positions of the tokens ids (B, T).
 
-    Through its methods alone they reach other tokens. A Decoder (section generation) has one whose
-    methods reach the tokens of earlier calls, too.
+    Layers mix tokens through its methods alone, so that the scripts that generate text (Decoder in
+    sample.py) can replace them by ones with a cache of earlier tokens.
     """
 
     recent: Tensor  # (B, CONV_TAPS-1 + T) the ids; in front, the places that a convolution reaches
@@ -1700,7 +1715,7 @@ class Context:
     angles: tuple = ()  # cosines and sines of `rotation`; none without rotary positions
 
     def of_layer(self, place):
-        """Return the context of a layer, given its place."""
+        """Return the context of a layer, given its place; where there is no cache, of all layers."""
         return self
 
     def project(self, x, weight):
@@ -1916,8 +1931,8 @@ class GPT(nn.Module):
     def features(self, ids, doc=None, borders=None, context=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
-        doc and borders: see `context`. Texts that go on have a context of their own (see Decoder in
-        section generation).
+        doc and borders: see `context`. Texts that are generated bring a context of their own (Decoder
+        in sample.py).
         """
         config = self.config
         context = context or self.context(ids, doc, borders)
@@ -1944,7 +1959,9 @@ class GPT(nn.Module):
             if skips and place >= half:
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
-            run = functools.partial(checkpoint, block, use_reentrant=False) if recompute else block
+            run = block
+            if recompute:
+                run = functools.partial(activation_checkpoint, block, use_reentrant=False)
             x = run(x, x0, mixer, context.of_layer(place))
             if config.unet_skips and place < half:
                 skips.append(x)
@@ -2118,8 +2135,8 @@ def choose_kernels(choice, network, runtime, log):
     """Fill FAST with the forms that are at hand and agree with the plain ones; log why.
 
     choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
-    form may be at most twice as far from float32 as the plain form. Raises UserError if fla is asked
-    for and left out.
+    form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
+    the plain form has no error. Raises UserError if fla is asked for and left out.
     """
     FAST.clear()
     if choice != "plain" and runtime.device.type == "cuda":
@@ -4475,7 +4492,8 @@ def make_network(settings, tokenizer):
 def keep_memory():
     """Let glibc keep the memory that tensors give back, for the next ones.
 
-    By default each large tensor gets new pages from the system, which took a seventh of a step.
+    By default each large tensor gets new pages from the system, which took a seventh of a step on a
+    CPU. On CUDA it does no harm, and was not measured.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -4551,48 +4569,58 @@ def halve_micro_batch(batches, settings):
     torch.compiler.reset()  # each size is another graph, and dynamo makes only so many
 
 
+def fits_memory(model, batches, step):
+    """Compute a step's gradients; return whether there was memory enough for them on every rank."""
+    params = list(model.parameters())
+    failed = torch.zeros((), device=batches.runtime.device)
+    try:
+        # Room for what comes later: two moments, two averages, a sum of all gradients, and two
+        # copies for a moment, in the optimizer's step and under QAT.
+        reserve = [param.new_empty(7, *param.shape) for param in params]
+        forward_backward(model, batches, step)
+        del reserve
+    except RuntimeError as error:
+        # cuBLAS and cuDNN have no class of their own for it.
+        if not re.search("out of memory|allocate memory|ALLOC_FAILED", str(error)):
+            raise
+        failed += 1
+    return not batches.runtime.sum(failed)
+
+
 def warm_up(model, optimizers, batches, settings):
     """Compile and allocate everything in untimed steps that change no weight.
 
     If memory is short on any rank, the micro-batch is halved. Raises UserError if it cannot be, and
     for a parameter without a gradient.
     """
-    runtime = batches.runtime
     params = list(model.parameters())
-    step = 0
-    while step < WARMUP_STEPS:
-        out_of_memory = torch.zeros(1, device=runtime.device)
-        reserve = None
-        try:
-            # Momentum, two moments, masters, two averages and a sum of gradients come later.
-            reserve = [param.new_empty(7, *param.shape) for param in params]
-            forward_backward(model, batches, step)
-        except RuntimeError as error:
-            # cuBLAS and cuDNN have no class of their own for it.
-            if not re.search("out of memory|allocate memory|ALLOC_FAILED", str(error)):
-                raise
-            out_of_memory += 1
-        del reserve
-        if runtime.sum(out_of_memory):
+    for step in range(WARMUP_STEPS):
+        while not fits_memory(model, batches, step):
             halve_micro_batch(batches, settings)
-            continue
         unused = [name for name, param in model.named_parameters() if param.grad is None]
         if unused:
             raise UserError(
                 f"the forward does not use the parameters {', '.join(unused)}: they have no gradient "
                 "and would never be trained; use them, or do not make them"
             )
-        norm, _ = reduce_gradients(params, runtime, settings.grad_clip_norm, out_of_memory)
+        nothing = torch.zeros(1, device=batches.runtime.device)
+        norm, _ = reduce_gradients(params, batches.runtime, settings.grad_clip_norm, nothing)
         step_optimizers(optimizers, 0.0, torch.isfinite(norm))
-        step += 1
     with torch.no_grad():
         model(*next(batches.micro_batches(0)))
     for optimizer in optimizers:
         optimizer.state.clear()
 
 
-def log_tokens(data, settings, log):
-    """Log how many tokens train, choose weights and validate, and by which bytes scores divide."""
+def log_data(data, settings, log):
+    """Log what the data is, how many of its tokens train, choose weights and validate, and by which
+    bytes scores divide.
+    """
+    for manifest in data.manifests:
+        log(
+            "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
+            "{val[decoded_bytes]} bytes, overlap {overlap_documents} documents".format(**manifest)
+        )
     windows = sum(map(len, data.windows))
     held_out = len(data.held_out.tokens)
     reason = "no EMA or SWA to choose from"
@@ -4712,11 +4740,11 @@ def make_optimizers(network, settings, head_lr, runtime):
 
 
 @torch.no_grad()
-def track_events(network, tokens, log):
+def log_gate_shares(network, tokens, log):
     """Log and return the share of hidden units whose event gate opens, a number for each layer.
 
-    They are counted in one text of tokens (N,) and returned as a key of result.json; {} without the
-    bio-MLP's gate.
+    The bio-MLP's events are counted in one text of tokens (N,). They are returned as a key of
+    result.json; {} without the bio-MLP's gate.
     """
     shares = []
 
@@ -4764,15 +4792,20 @@ def main():
     optimizers = make_optimizers(network, settings, head_rate(settings, start), runtime)
     optimizer_state = OptimizerState(optimizers, dict(network.named_parameters()))
     averages = {}
-    for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
-        if getattr(settings, name):
-            averages[name] = Average(list(network.parameters()), memory)
+    if settings.ema:
+        averages["ema"] = Average(list(network.parameters()), EMA_MEMORY)
+    if settings.swa:
+        averages["swa"] = Average(list(network.parameters()), None)
 
     # run folder and log
-    names = "seed train_batch_tokens ema swa optimizer matrix_bits".split()
-    identity = {name: getattr(settings, name) for name in names}
-    identity |= asdict(config)
-    identity |= {
+    identity = {  # RESUME refuses another value of any of these: it would be another run
+        **asdict(config),
+        "seed": settings.seed,
+        "train_batch_tokens": settings.train_batch_tokens,
+        "ema": settings.ema,
+        "swa": settings.swa,
+        "optimizer": settings.optimizer,
+        "matrix_bits": settings.matrix_bits,
         "manifest_sha256": data.manifest_sha256,
         "tokenizer_sha256": tokenizer.sha256,
         "data_shares": data.shares,
@@ -4789,16 +4822,14 @@ def main():
     if start and not checkpoint:
         values = imported_values(start.config, start.tokenizer.name, IMPORTED_DEFAULTS)
         log(describe_start(settings, start.file, values))
-    for manifest in data.manifests:
-        log(
-            "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
-            "{val[decoded_bytes]} bytes, overlap {overlap_documents} documents".format(**manifest)
-        )
-    log_tokens(data, settings, log)
+    log_data(data, settings, log)
     log(plan.describe())
     choose_kernels(settings.kernels, network, runtime, log)
-    # On a CPU the default settings take minutes a step.
-    log("warm-up: compiling and allocating, outside the clock; configs/cpu.env is made for CPUs")
+    log("warm-up: compiling and allocating, outside the clock")
+    if device.type == "cpu":
+        log(
+            "a step of the default settings takes minutes on a CPU; configs/cpu.env is made for CPUs"
+        )
     try:
         warm_up(model, optimizers, batches, settings)
     finally:  # also if memory is short
@@ -4844,7 +4875,7 @@ def main():
             with clock.paused():
                 log_step(run, metrics, "train_loss")
                 score = scorer.score(model, data.val)
-                track_events(network, data.val.tokens[: settings.train_seq_len], log)
+                log_gate_shares(network, data.val.tokens[: settings.train_seq_len], log)
             log.metrics(run.step, {"val_loss": score.loss, "val_bpb": score.bpb})
             if score.loss <= settings.target_val_loss:
                 target = {"target_steps": run.step, "target_seconds": clock.elapsed()}
@@ -4913,9 +4944,9 @@ def main():
 
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
-    score = functools.partial(scorer.score, model, data.held_out)
+    score_held_out = functools.partial(scorer.score, model, data.held_out)
     table = quant_table(settings, exporter.widen)
-    chosen = choose_weights(network, table, averages, run, score)
+    chosen = choose_weights(network, table, averages, run, score_held_out)
     # Once more, because a replay repeats which averages were left out: that is in the events.
     write_record(run, "progress.json", {"progress": clock.used})
     _, content = fit_artifact(network, exporter.widen, limit, header, run)
@@ -4938,7 +4969,7 @@ def main():
         "init_from": settings.init_from,
         **target,
         **packed,
-        **track_events(network, data.val.tokens[: settings.train_seq_len], log),
+        **log_gate_shares(network, data.val.tokens[: settings.train_seq_len], log),
         "before_quantization": before.result(),
         **data.yardsticks,
         "total_seconds": time.perf_counter() - begin,

@@ -240,21 +240,26 @@ def test_bfloat16(kind, tolerance):
     assert_close(got, oracle(inputs), tolerance)
 
 
-def test_derivatives():
-    """Against finite differences; several chunks, of which the last is not full. The second ones are
-    right for q, v and state: `unit_inverse` has only first ones.
-    """
+def test_the_scan_and_its_gradients():
+    """Against a loop, and first and second derivatives against finite differences."""
+    torch.manual_seed(0)
+    shapes = ((5, 3, 4, 4), (5, 3, 4, 6), (3, 4, 6))
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    factors, terms, state = inputs
+    expected = [state]
+    for factor, term in zip(factors, terms, strict=True):
+        expected.append(factor @ expected[-1] + term)
+    torch.testing.assert_close(gdn.gdn_scan(*inputs), torch.stack(expected), rtol=0, atol=1e-11)
+    assert torch.autograd.gradcheck(gdn.gdn_scan, inputs)
+    assert torch.autograd.gradgradcheck(gdn.gdn_scan, inputs)
+
+
+def test_the_gradient_of_the_chunk_form():
+    """Against finite differences; several chunks, of which the last is not full."""
     inputs = make_inputs("random", torch.float64, b=1, t=9, h=1, dim_k=3, dim_v=2)
     for x in inputs:
         x.requires_grad_()
     assert torch.autograd.gradcheck(lambda *x: gdn.gdn_chunk(*x, chunk=4), inputs)
-    q, k, v, g, beta, state = inputs
-    k, g, beta = k.detach(), g.detach(), beta.detach()
-
-    def form(q, v, state):
-        return gdn.gdn_chunk(q, k, v, g, beta, state, chunk=4)
-
-    assert torch.autograd.gradgradcheck(form, (q, v, state))
 
 
 @pytest.mark.parametrize(
