@@ -297,6 +297,7 @@ OUR_SETTINGS = {
     "RATIO_LIMIT",
     "REDUCTION",
     "REPLAY",
+    "RESAMPLE_ROUNDS",
     "RESERVE_SECONDS",
     "RESUME",
     "REWARD",
@@ -3498,17 +3499,17 @@ class Decoder:
     """Texts that go on token by token: the network's own modules with a cache for each layer.
 
     `logits` (R, V) say what comes next. Prompts of different lengths are padded in front. Padding
-    and text are different documents, so no text sees its padding. If the network has the attribute
-    `compiled` and it is true, a step is compiled; on CUDA it is recorded as a graph and replayed.
+    and text are different documents, so no text sees its padding. compiled: whether a step is; on
+    CUDA it is recorded as a graph and replayed.
     """
 
-    def __init__(self, network, prompts):
+    def __init__(self, network, prompts, compiled=False):
         """Read the prompts, lists of at least one id."""
         self.network = network
         self.layers = [{} for _ in network.layers]  # what a TextContext keeps
         self.graph = None
         self.step = self.read
-        if getattr(network, "compiled", False):
+        if compiled:
             # Only sizes are dynamic: constants such as the soft cap would be traced twice (6 s).
             torch._dynamo.config.specialize_float = True
             self.step = torch.compile(self.read, dynamic=True)
@@ -3676,13 +3677,22 @@ def texts_at_once(network, tokens):
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
 def generate(
-    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, samples=None
+    network,
+    prompts,
+    count,
+    max_new_tokens,
+    temperature,
+    seeds,
+    stop,
+    truncate=None,
+    samples=None,
+    compiled=False,
 ):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`. Raises
-    FloatingPointError if the network's logits are not finite.
+    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`,
+    and Decoder for `compiled`. Raises FloatingPointError if the network's logits are not finite.
     """
     samples = samples or [Sample() for _ in range(len(prompts) * count)]
     longest = max(map(len, prompts), default=0) + max_new_tokens
@@ -3691,11 +3701,11 @@ def generate(
         texts -= texts % count  # whole groups
     for start in range(0, len(samples), texts):
         rows = range(start, min(start + texts, len(samples)))
-        first = rows[0] // count
+        first = start // count
         # Those that the decoder goes on with.
-        live = samples[rows[0] : rows[-1] + 1]
+        live = samples[start : rows.stop]
         uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
-        decoder = Decoder(network, prompts[first : rows[-1] // count + 1])
+        decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
         picks = None
         step = 0
@@ -4184,7 +4194,6 @@ def open_model(name, path, runtime, settings):
     network, tokenizer, source = load_model(name, path)
     check_code(name, source)
     network = merge_lora(network).to(runtime.device).requires_grad_(False)
-    network.compiled = settings.compile
     return Model(network, tokenizer, source, network.config.train_seq_len)
 
 
@@ -4244,6 +4253,7 @@ def sampled(model, prompts, count, seeds, settings):
             stop_ids(model.tokenizer),
             truncation(settings),
             samples,
+            settings.compile,
         )
 
 
@@ -4301,7 +4311,7 @@ def stream_answer(model, talk, settings, count, number):
     text = ""
     length = 0  # characters that were printed
     try:
-        decoder = Decoder(model.network, [prompt])
+        decoder = Decoder(model.network, [prompt], settings.compile)
         for step in range(count):
             drawn = uniform[step : step + 1]
             token, logp = draw(decoder.logits, settings.temperature, drawn, truncate)

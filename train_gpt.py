@@ -349,6 +349,7 @@ OUR_SETTINGS = {
     "RATIO_LIMIT",
     "REDUCTION",
     "REPLAY",
+    "RESAMPLE_ROUNDS",
     "RESERVE_SECONDS",
     "RESUME",
     "REWARD",

@@ -19,9 +19,9 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 Where to change what:
     another loss or clip                  policy_loss
     another baseline or advantage         group_advantages
-    how answers are sampled               PolicyTrainer.sample, generate
-    another reward                        exact_match, weigh; or REWARD=file.py:function
-    what a step logs                      update_metrics, GRPOTrainer.update
+    how answers are sampled               GRPOTrainer.sample, generate
+    another reward                        GRPOTrainer.ask; or REWARD=file.py:function
+    what a step logs                      METRICS, policy_loss, answer_metrics
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate
@@ -143,6 +143,8 @@ class Settings:
     # rollout
     prompts_per_step: int = bounded(32, 1)  # over all ranks
     group_size: int = bounded(8, 2)  # samples of a prompt
+    # times that groups of one reward are replaced by answers to other prompts (dynamic sampling)
+    resample_rounds: int = 0
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution that samples; sample.py takes 0: always the likeliest token
     temperature: float = bounded(0.5, 0.01, 100.0)
@@ -360,6 +362,7 @@ OUR_SETTINGS = {
     "RATIO_LIMIT",
     "REDUCTION",
     "REPLAY",
+    "RESAMPLE_ROUNDS",
     "RESERVE_SECONDS",
     "RESUME",
     "REWARD",
@@ -4467,17 +4470,17 @@ class Decoder:
     """Texts that go on token by token: the network's own modules with a cache for each layer.
 
     `logits` (R, V) say what comes next. Prompts of different lengths are padded in front. Padding
-    and text are different documents, so no text sees its padding. If the network has the attribute
-    `compiled` and it is true, a step is compiled; on CUDA it is recorded as a graph and replayed.
+    and text are different documents, so no text sees its padding. compiled: whether a step is; on
+    CUDA it is recorded as a graph and replayed.
     """
 
-    def __init__(self, network, prompts):
+    def __init__(self, network, prompts, compiled=False):
         """Read the prompts, lists of at least one id."""
         self.network = network
         self.layers = [{} for _ in network.layers]  # what a TextContext keeps
         self.graph = None
         self.step = self.read
-        if getattr(network, "compiled", False):
+        if compiled:
             # Only sizes are dynamic: constants such as the soft cap would be traced twice (6 s).
             torch._dynamo.config.specialize_float = True
             self.step = torch.compile(self.read, dynamic=True)
@@ -4645,13 +4648,22 @@ def texts_at_once(network, tokens):
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
 def generate(
-    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, samples=None
+    network,
+    prompts,
+    count,
+    max_new_tokens,
+    temperature,
+    seeds,
+    stop,
+    truncate=None,
+    samples=None,
+    compiled=False,
 ):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`. Raises
-    FloatingPointError if the network's logits are not finite.
+    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`,
+    and Decoder for `compiled`. Raises FloatingPointError if the network's logits are not finite.
     """
     samples = samples or [Sample() for _ in range(len(prompts) * count)]
     longest = max(map(len, prompts), default=0) + max_new_tokens
@@ -4660,11 +4672,11 @@ def generate(
         texts -= texts % count  # whole groups
     for start in range(0, len(samples), texts):
         rows = range(start, min(start + texts, len(samples)))
-        first = rows[0] // count
+        first = start // count
         # Those that the decoder goes on with.
-        live = samples[rows[0] : rows[-1] + 1]
+        live = samples[start : rows.stop]
         uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
-        decoder = Decoder(network, prompts[first : rows[-1] // count + 1])
+        decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
         picks = None
         step = 0
@@ -5566,17 +5578,7 @@ def dead_start(run, rollout, reason):
 # === end: samples ===
 
 
-# === shared: policy ===
-EVAL_SAMPLES = 8  # of each held-out problem
-EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
-# What must stay when a run is resumed, beside the model's shape and the tokenizer.
-IDENTITY = (
-    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
-).split()
-FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
-MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
-
-
+# === shared: answers ===
 @dataclass
 class Answer(Sample):
     """A sampled answer to a query."""
@@ -5616,7 +5618,7 @@ class Answer(Sample):
 
 @dataclass
 class Rollout:
-    """The answers of a step."""
+    """The answers of a step, which are learned from."""
 
     answers: list[list[Answer]]  # of this rank, by mini-batch
     metrics: dict[str, float]  # of all ranks
@@ -5627,15 +5629,22 @@ class Rollout:
         return [answers[start : start + size] for start in range(0, len(answers), size)]
 
 
-def prompts_unit(settings, ranks):
-    """Return MINI_BATCHES x ranks, which must divide the prompts of a step. Raises UserError."""
-    unit = settings.mini_batches * ranks
-    if settings.prompts_per_step % unit:
+def prompt_of(query):
+    """Return the prompt of a query: itself, or its `prompt` if it is a dict: a string, or messages.
+
+    Raises UserError.
+    """
+    prompt = query.get("prompt") if isinstance(query, dict) else query
+    try:
+        if isinstance(prompt, list):
+            return plain_messages("prompt", prompt)
+    except RowError as error:
+        raise UserError(f"prompts: {error}") from None
+    if not isinstance(prompt, str):
         raise UserError(
-            f"PROMPTS_PER_STEP={settings.prompts_per_step}: must be a multiple of MINI_BATCHES x "
-            f"ranks = {unit}"
+            f"prompts: must be strings, or dicts with a string `prompt`, not {query!r:.80}"
         )
-    return unit
+    return prompt
 
 
 def deal(costs, ranks, size):
@@ -5657,84 +5666,20 @@ def deal(costs, ranks, size):
     return [sorted(share) for share in shares]
 
 
-def prompt_of(query):
-    """Return the prompt of a query: itself, or its `prompt` if it is a dict: a string, or messages.
-
-    Raises UserError.
-    """
-    prompt = query.get("prompt") if isinstance(query, dict) else query
-    try:
-        if isinstance(prompt, list):
-            return plain_messages("prompt", prompt)
-    except RowError as error:
-        raise UserError(f"prompts: {error}") from None
-    if not isinstance(prompt, str):
-        raise UserError(
-            f"prompts: must be strings, or dicts with a string `prompt`, not {query!r:.80}"
-        )
-    return prompt
+def rank_share(queries, settings, runtime):
+    """Return the numbers of the queries of a step that this rank answers."""
+    costs = []  # characters to read and to write; how long a conversation will be is not known
+    for query in queries:
+        if isinstance(query, dict):
+            query = query.get("prompt"), query.get("answer")
+        costs.append(len(str(query)))
+    size = len(queries) // settings.mini_batches
+    return deal(costs, runtime.world_size, size)[runtime.rank]
 
 
-def named_rewards(functions, weights=None):
-    """Return the Rewards of functions (or one), with a weight for each. Raises UserError."""
-    functions = [functions] if callable(functions) else [*functions]
-    if not functions:
-        raise UserError("reward_funcs: none; must be one at least")
-    if isinstance(functions[0], Reward):
-        return functions
-    weights = [1.0] * len(functions) if weights is None else [*weights]
-    if len(weights) != len(functions):
-        raise UserError(f"reward_weights={weights!r}: must be {len(functions)} numbers")
-    rewards = []
-    for function, weight in zip(functions, weights, strict=True):
-        name = getattr(function, "__name__", type(function).__name__)
-        rewards.append(Reward(name, function, weight))
-    return distinct_names(rewards)
-
-
-def first_of_ranks(value, runtime):
-    """Return on all ranks the value of the first rank that has one; value: None, or of any type."""
-    if not runtime.sum(torch.tensor(float(value is not None), device=runtime.device)):
-        return None
-    values = [value] * runtime.world_size
-    if runtime.distributed:
-        dist.all_gather_object(values, value)
-    return next(value for value in values if value is not None)
-
-
-def raise_first(fault, runtime, log):
-    """Raise the RewardFault of the first rank that has one, on all ranks, after its traceback.
-
-    fault: of this rank, or None. Otherwise the other ranks would wait, and nothing could be saved.
-    """
-    first = first_of_ranks(fault, runtime)
-    if first is None:
-        return
-    if first.traceback:
-        log(first.traceback.rstrip(), sys.stderr)
-    raise first
-
-
-@contextlib.contextmanager
-def saved_at_faults(run, metrics):
-    """A block of the loop: its UserError comes after a checkpoint and the line of the step before."""
-    try:
-        yield
-    except UserError:
-        log_step(run, metrics)
-        run.save()
-        raise
-
-
-def reward_means(answers, names, runtime):
-    """Return for the log the means of rewards with these names over all ranks' answers to which
-    they apply; a name that applies to none is left out."""
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=runtime.device)
-    for place, name in enumerate(names):
-        values = [one.rewards[name] for one in answers if one.rewards[name] is not None]
-        sums[place] = sums.new_tensor([sum(values), len(values)])
-    pairs = zip(names, runtime.sum(sums).tolist(), strict=True)
-    return {f"rewards/{name}": total / count for name, (total, count) in pairs if count}
+def groups_of(answers, size):
+    """Return answers in groups of `size`, those of a prompt."""
+    return [answers[start : start + size] for start in range(0, len(answers), size)]
 
 
 def make_batches(answers, device, tokens):
@@ -5781,6 +5726,61 @@ def make_batches(answers, device, tokens):
     return batches
 
 
+# === end: answers ===
+
+
+# === shared: policy ===
+def prompts_unit(settings, ranks):
+    """Return MINI_BATCHES x ranks, which must divide the prompts of a step. Raises UserError."""
+    unit = settings.mini_batches * ranks
+    if settings.prompts_per_step % unit:
+        raise UserError(
+            f"PROMPTS_PER_STEP={settings.prompts_per_step}: must be a multiple of MINI_BATCHES x "
+            f"ranks = {unit}"
+        )
+    return unit
+
+
+def named_rewards(functions, weights=None):
+    """Return the Rewards of functions (or one), with a weight for each. Raises UserError."""
+    functions = [functions] if callable(functions) else [*functions]
+    if not functions:
+        raise UserError("reward_funcs: none; must be one at least")
+    if isinstance(functions[0], Reward):
+        return functions
+    weights = [1.0] * len(functions) if weights is None else [*weights]
+    if len(weights) != len(functions):
+        raise UserError(f"reward_weights={weights!r}: must be {len(functions)} numbers")
+    rewards = []
+    for function, weight in zip(functions, weights, strict=True):
+        name = getattr(function, "__name__", type(function).__name__)
+        rewards.append(Reward(name, function, weight))
+    return distinct_names(rewards)
+
+
+def first_of_ranks(value, runtime):
+    """Return on all ranks the value of the first rank that has one; value: None, or of any type."""
+    if not runtime.sum(torch.tensor(float(value is not None), device=runtime.device)):
+        return None
+    values = [value] * runtime.world_size
+    if runtime.distributed:
+        dist.all_gather_object(values, value)
+    return next(value for value in values if value is not None)
+
+
+def raise_first(fault, runtime, log):
+    """Raise the RewardFault of the first rank that has one, on all ranks, after its traceback.
+
+    fault: of this rank, or None. Otherwise the other ranks would wait, and nothing could be saved.
+    """
+    first = first_of_ranks(fault, runtime)
+    if first is None:
+        return
+    if first.traceback:
+        log(first.traceback.rstrip(), sys.stderr)
+    raise first
+
+
 def moments(values, runtime):
     """Return mean and variance (of a sample, n - 1) over all ranks of values (..., n), float64."""
     values = values.to(runtime.device, torch.float64)
@@ -5790,14 +5790,78 @@ def moments(values, runtime):
     return mean, squares / (count - 1).clamp(min=1)
 
 
+def has_one_reward(rewards):
+    """Return of which groups (P,) all rewards (P, G) are one: without a difference between answers
+    nothing is learned from them."""
+    return (rewards == rewards[:, :1]).all(1)
+
+
+def answer_metrics(groups, rewards, seconds, runtime):
+    """Return what the log has of all ranks' answers.
+
+    rewards (P, G): of this rank's groups. seconds: that it took to sample them. zero_variance is the
+    share of answers in groups of one reward; idle that of the time in which ranks waited.
+    """
+    answers = [*itertools.chain(*groups)]
+    silent = has_one_reward(rewards).repeat_interleave(rewards.size(1))
+    lengths = torch.tensor([answer.length() for answer in answers])
+    finished = torch.tensor([answer.finished for answer in answers])
+    mean, variance = moments(torch.stack([rewards.flatten(), silent, lengths, finished]), runtime)
+    times = torch.zeros(runtime.world_size, device=runtime.device)
+    times[runtime.rank] = seconds
+    times = runtime.sum(times)
+    metrics = {
+        "reward": mean[0],
+        "reward_std": variance[0].sqrt(),
+        "zero_variance": mean[1],
+        "length": mean[2],
+        "finished": mean[3],
+        "gen_tok_s": len(answers) * runtime.world_size * mean[2] / times.max(),
+        "idle": 1 - times.mean() / times.max(),
+    }
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def reward_means(groups, runtime):
+    """Return for the log the means of the rewards by name over all ranks' answers to which they
+    apply; a name that applies to none is left out."""
+    answers = [*itertools.chain(*groups)]
+    names = [*answers[0].rewards]
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=runtime.device)
+    for place, name in enumerate(names):
+        values = [one.rewards[name] for one in answers if one.rewards[name] is not None]
+        sums[place] = sums.new_tensor([sum(values), len(values)])
+    pairs = zip(names, runtime.sum(sums).tolist(), strict=True)
+    return {f"rewards/{name}": total / count for name, (total, count) in pairs if count}
+
+
+def update_metrics(updates, seconds):
+    """Return the metrics of a step from those of its updates: a dict of 0-d tensors for each.
+
+    loss and grad_norm become means over updates, all others over tokens.
+    """
+    rows = [torch.stack([*update.values()]).double() for update in updates]
+    columns = torch.stack(rows).cpu().T  # (names, updates): all of them reach the host at once
+    values = dict(zip(updates[0], columns, strict=True))
+    loss = values.pop("loss")
+    norm = values.pop("grad_norm")
+    tokens = values.pop("tokens").sum()
+    metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
+    metrics["bad"] = (norm + loss).isfinite().logical_not().sum().item()  # were skipped
+    metrics["train_tok_s"] = tokens.item() / seconds
+    for name, value in values.items():
+        metrics[name] = (value.sum() / tokens.clamp(min=1)).item()
+    return metrics
+
+
 class PolicyTrainer:
     """A policy that learns from rewards: `train_step` is a rollout and its updates, `train` many.
 
     model: a GPT. tokenizer: of load_tokenizer. train_dataset: queries for `train`: strings, or
     dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's signature, see
     call_reward; reward_weights: a number for each of them, 1 if not given. ref_model: a GPT that
-    KL_BETA keeps the policy near, in place of the policy as it is now. A subclass has `rollout` and
-    `update`. Raises UserError.
+    KL_BETA keeps the policy near, in place of the policy as it is now. log: function of a line. A
+    subclass has `sample`, `rollout` and `update`. Raises UserError.
     """
 
     def __init__(
@@ -5811,6 +5875,7 @@ class PolicyTrainer:
         reward_funcs=(),
         reward_weights=None,
         runtime=None,
+        log=None,
     ):
         self.settings = settings = args or Settings()
         self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
@@ -5820,9 +5885,10 @@ class PolicyTrainer:
         self.unit = prompts_unit(settings, self.runtime.world_size)
         self.reward_funcs = reward_funcs
         self.reward_weights = reward_weights
-        self.means = {}  # rewards/NAME of the last step
         self.columns = {"prompt": None}  # of all queries: an absent one is None
-        self.log = lambda text, stream=None: sys.stderr.write(f"{text}\n")
+        self.add_columns(train_dataset)
+        self.say = log  # how far sampling is; in a program nothing is said of it
+        self.log = log or (lambda text, stream=None: sys.stderr.write(f"{text}\n"))
         self.is_unmarked = False  # whether the log says that to an answer no function applied
         self.ref_model = None
         if settings.kl_beta:
@@ -5834,77 +5900,9 @@ class PolicyTrainer:
         self.optimizer_state = OptimizerState(self.optimizers, self.trained)
         self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(model)
         self.table = quant_table(settings)
-        self.qat = False
         self.stop = stop_ids(tokenizer)
-        self.say = None  # function of a line, which says how far sampling is; set before use
-        self.sampling_seconds = 0.0  # of this rank in the last step
+        self.compiled = settings.compile  # whether steps of sampling are
         self.steps = 0  # of train_step and train so far
-
-    def weights(self):
-        """Return the context of the weights that sample and are scored: under QAT the rounded."""
-        return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
-
-    def new_answers(self, query, count):
-        """Return `count` Answers to a query that are yet to be sampled."""
-        prompt = asked_ids(self.tokenizer, prompt_turns(prompt_of(query)))
-        return [Answer(query=query, prompt=prompt) for _ in range(count)]
-
-    def begin_answers(self, queries, count):
-        """Return new_answers to all queries. Raises UserError if there is no room for one."""
-        length = self.settings.max_new_tokens
-        context = self.network.config.train_seq_len
-        answers = []
-        for query in queries:
-            answers += self.new_answers(query, count)
-            tokens = len(answers[-1].prompt)
-            if tokens + length > context:
-                raise UserError(
-                    f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has "
-                    f"{tokens} tokens, and the model's context is {context}"
-                )
-        return answers
-
-    def sample(self, queries, count, temperature, seeds):
-        """Return `count` Answers to each query, query by query, by the weights that are scored."""
-        answers = self.begin_answers(queries, count)
-        for answer in answers:
-            answer.temperature = temperature
-        prompts = [answer.prompt for answer in answers[::count]]
-        length = self.settings.max_new_tokens
-        state = functools.partial(sampling_state, answers)
-        with torch.no_grad(), self.weights(), parametrize.cached(), heartbeat(self.say, state):
-            generate(
-                self.network,
-                prompts,
-                count,
-                length,
-                temperature,
-                seeds,
-                self.stop,
-                samples=answers,
-            )
-        for answer in answers:
-            answer.text = completion(self.tokenizer, answer.prompt, answer.ids)
-        return answers
-
-    def sample_share(self, queries, step):
-        """Return GROUP_SIZE Answers to each query of this rank's share of a step's queries."""
-        begin = time.perf_counter()
-        settings = self.settings
-        self.add_columns(queries)
-        size = len(queries) // settings.mini_batches
-        # Characters to read and to write; how long a conversation will be is not known.
-        costs = []
-        for query in queries:
-            if isinstance(query, dict):
-                query = query.get("prompt"), query.get("answer")
-            costs.append(len(str(query)))
-        share = deal(costs, self.runtime.world_size, size)[self.runtime.rank]
-        seeds = [(settings.seed, step, number) for number in share]
-        queries = [queries[number] for number in share]
-        answers = self.sample(queries, settings.group_size, settings.temperature, seeds)
-        self.sampling_seconds = time.perf_counter() - begin
-        return answers
 
     def add_columns(self, queries):
         """Take note of the columns of queries, so that a function gets all of them on each rank."""
@@ -5912,12 +5910,28 @@ class PolicyTrainer:
             if isinstance(query, dict):
                 self.columns.update(dict.fromkeys(query))
 
-    def score(self, answers, rewards):
+    def weights(self, qat):
+        """Return the context of the weights that sample and learn: under QAT the rounded ones."""
+        return quantized(self.network, self.table) if qat else contextlib.nullcontext()
+
+    def asked(self, query):
+        """Return the ids of a query's prompt. Raises UserError if there is no room for an answer."""
+        prompt = asked_ids(self.tokenizer, prompt_turns(prompt_of(query)))
+        length = self.settings.max_new_tokens
+        context = self.network.config.train_seq_len
+        if len(prompt) + length > context:
+            raise UserError(
+                f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has "
+                f"{len(prompt)} tokens, and the model's context is {context}"
+            )
+        return prompt
+
+    def score(self, answers, rewards, limit=SLOW_SECONDS):
         """Fill in `reward` and `rewards` of answers; return the first (n,), float64.
 
-        All ranks call it together, perhaps without an answer. Raises UserError on all of them.
+        All ranks call it together, perhaps without an answer. limit: the log names a function that
+        takes longer. Raises UserError on all ranks.
         """
-        limit = min(SLOW_SECONDS, max(0.1, self.sampling_seconds))
         rows = []
         for answer in answers:
             row = answer.query if isinstance(answer.query, dict) else {}
@@ -5939,45 +5953,6 @@ class PolicyTrainer:
             self.is_unmarked = True
             self.log(f"reward: {count:.0f} answers got None from each function; they count 0")
         return torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-
-    def rewards(self, answers):
-        """Return the rewards of answers (n,), which train."""
-        rewards = named_rewards(self.reward_funcs, self.reward_weights)
-        total = self.score(answers, rewards)
-        self.means = reward_means(answers, [reward.name for reward in rewards], self.runtime)
-        return total
-
-    def make_rollout(self, answers, rewards, advantages):
-        """Return the Rollout of this rank's answers; rewards and advantages (answers,).
-
-        zero_variance is the share of answers in groups of one reward.
-        """
-        seconds = torch.zeros(self.runtime.world_size, device=self.runtime.device)
-        seconds[self.runtime.rank] = self.sampling_seconds
-        seconds = self.runtime.sum(seconds)
-        for answer, advantage in zip(answers, advantages.tolist(), strict=True):
-            answer.advantage = advantage
-        size = len(answers) // self.settings.mini_batches
-        mini_batches = [answers[start : start + size] for start in range(0, len(answers), size)]
-
-        groups = rewards.view(-1, self.settings.group_size)
-        is_silent = (groups == groups[:, :1]).all(1).repeat_interleave(groups.size(1))
-        lengths = torch.tensor([answer.length() for answer in answers])
-        finished = torch.tensor([answer.finished for answer in answers])
-        facts = torch.stack([rewards, is_silent, lengths, finished])
-        mean, variance = moments(facts, self.runtime)
-        count = len(answers) * self.runtime.world_size
-        metrics = {
-            "reward": mean[0],
-            "reward_std": variance[0].sqrt(),
-            "zero_variance": mean[1],
-            "length": mean[2],
-            "finished": mean[3],
-            "gen_tok_s": count * mean[2] / seconds.max(),
-            "idle": 1 - seconds.mean() / seconds.max(),
-        }
-        metrics = {name: value.item() for name, value in metrics.items()}
-        return Rollout(mini_batches, metrics | self.means)
 
     def train_step(self, queries, reward_function=None):
         """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
@@ -6015,18 +5990,12 @@ class PolicyTrainer:
         return metrics
 
 
-def update_metrics(names, updates, seconds):
-    """Return means over the updates of a step, and over their tokens of the sums with these names.
+# === end: policy ===
 
-    updates: of each, norm of the gradient, loss, tokens, and the sums.
-    """
-    norm, loss, tokens, *sums = torch.stack(updates).double().cpu().T  # (updates,) each
-    metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
-    metrics["bad"] = (norm + loss).isfinite().logical_not().sum().item()  # were skipped
-    metrics["train_tok_s"] = tokens.sum().item() / seconds
-    for name, values in zip(names, sums, strict=True):
-        metrics[name] = (values.sum() / tokens.sum().clamp(min=1)).item()
-    return metrics
+
+# === shared: exam ===
+EVAL_SAMPLES = 8  # of each held-out problem
+EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
 
 
 class Exam(Stateful):
@@ -6043,15 +6012,15 @@ class Exam(Stateful):
         self.before = {}  # as of scores()
         self.answers = []  # of this rank's first problems at the last scoring, by problem
 
-    def graded(self, trainer, problems, count, temperature):
+    def graded(self, trainer, problems, count, temperature, qat):
         """Return this rank's share of `count` Answers to each problem, with their rewards."""
         runtime = trainer.runtime
         share = slice(runtime.rank, None, runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
-        answers = trainer.sample(problems[share], count, temperature, seeds[share])
+        answers = trainer.sample(problems[share], count, temperature, seeds[share], qat)
         trainer.score(answers, self.rewards)
-        groups = [answers[start : start + count] for start in range(0, len(answers), count)]
-        pairs = itertools.zip_longest(self.answers, groups[:RECORDED_PROMPTS], fillvalue=[])
+        groups = groups_of(answers, count)[:RECORDED_PROMPTS]
+        pairs = itertools.zip_longest(self.answers, groups, fillvalue=[])
         self.answers = [[*before, *group] for before, group in pairs]
         return answers
 
@@ -6078,14 +6047,14 @@ class Exam(Stateful):
         table = self.gather(trainer, table, count)
         return table[0], table[1:]
 
-    def scores(self, trainer):
+    def scores(self, trainer, qat=False):
         """Return scores by problem, (n,) each: greedy, mean and best of EVAL_SAMPLES samples, and the
         mean of each reward of these, NaN where it applies to none.
         """
         self.answers = []
         temperature = trainer.settings.temperature
-        greedy, _ = self.marks(trainer, self.graded(trainer, self.problems, 1, 0.0), 1)
-        answers = self.graded(trainer, self.problems, EVAL_SAMPLES, temperature)
+        greedy, _ = self.marks(trainer, self.graded(trainer, self.problems, 1, 0.0, qat), 1)
+        answers = self.graded(trainer, self.problems, EVAL_SAMPLES, temperature, qat)
         sampled, values = self.marks(trainer, answers, EVAL_SAMPLES)
         scores = {
             "greedy": greedy[:, 0],
@@ -6128,17 +6097,37 @@ def score_intervals(scores):
     return {"n": len(scores["greedy"]), **intervals}
 
 
-def open_run(settings, runtime, network, tokenizer):
-    """Return the run, its folder made or found, and the checkpoint to resume from, or None."""
-    identity = {name: getattr(settings, name, None) for name in IDENTITY}
-    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
-    clock = Clock(settings, runtime, replayed_progress(settings))
-    run = Run(settings, runtime, Plan(settings), clock, identity, asdict(network.config))
-    checkpoint = run.open()
-    if tokenizer.file != "bytes":
-        run.write_file(tokenizer.file, tokenizer.content)
-    choose_kernels(settings.kernels, network, runtime, run.log)
-    return run, checkpoint
+@torch.no_grad()
+def nats_per_token(trainer, answers):
+    """Return the mean loss of the policy on answers, in nats per token, of all ranks' answers."""
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.runtime.device)
+    for batch in make_batches(answers, trainer.runtime.device, trainer.micro_tokens):
+        logps, _ = token_logps(trainer.network, batch, 1.0)
+        sums += torch.stack([-logps.sum(), batch.mask.sum()])
+    nats, tokens = trainer.runtime.sum(sums).tolist()
+    return nats / max(1.0, tokens)
+
+
+# === end: exam ===
+
+
+# === shared: policy_run ===
+# What must stay when a run is resumed, beside the model's shape and the tokenizer.
+IDENTITY = (
+    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
+).split()
+FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
+MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
+
+
+@contextlib.contextmanager
+def saved_at_faults(run):
+    """A block of the loop: its UserError comes after a checkpoint."""
+    try:
+        yield
+    except UserError:
+        run.save()
+        raise
 
 
 def begin_run(run, trainer, exam, samples, checkpoint):
@@ -6161,8 +6150,6 @@ def begin_run(run, trainer, exam, samples, checkpoint):
         "note: the ratios of a step's first mini-batch are 1: nothing is clipped, and the policy's "
         "loss is about 0, but its gradient is not; look at the rewards"
     )
-    trainer.say = run.log
-    network.compiled = settings.compile  # of generation; sampling here compiles it
     if checkpoint:
         run.load(checkpoint, ("ema", "swa", "reference"))
         samples.resume()
@@ -6188,14 +6175,14 @@ def choose_weights(trainer, averages, exam, problems, log):
     for name, average in averages.items():
         if average.count:
             candidates[name] = average.values
-    # Adapters are quantized as parts of the weights that they change.
-    trainer.qat = not trainer.settings.lora_rank
     if len(candidates) == 1:
         return "raw"
+    # Adapters are quantized as parts of the weights that they change.
+    qat = not trainer.settings.lora_rank
     shares = {}
     for name, values in candidates.items():
         with swapped(raw, values):
-            answers = exam.graded(trainer, problems, 1, trainer.settings.temperature)
+            answers = exam.graded(trainer, problems, 1, trainer.settings.temperature, qat)
             right, _ = exam.marks(trainer, answers, 1)
         shares[name] = right.mean().item()
         log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(problems)} problems")
@@ -6258,18 +6245,7 @@ def take_file(trainer, path):
     """Give the trainer the network of an artifact, or of a checkpoint's folder."""
     trainer.network, _, _ = load_model("artifact", str(path))
     trainer.network.to(trainer.runtime.device)
-    trainer.qat = False
-
-
-@torch.no_grad()
-def nats_per_token(trainer, answers):
-    """Return the mean loss of the policy on answers, in nats per token, of all ranks' answers."""
-    sums = torch.zeros(2, dtype=torch.float64, device=trainer.runtime.device)
-    for batch in make_batches(answers, trainer.runtime.device, trainer.micro_tokens):
-        logps, _ = token_logps(trainer.network, batch, 1.0)
-        sums += torch.stack([-logps.sum(), batch.mask.sum()])
-    nats, tokens = trainer.runtime.sum(sums).tolist()
-    return nats / max(1.0, tokens)
+    trainer.compiled = False  # for a few batches it would take longer
 
 
 def score_end(run, trainer, exam, samples):
@@ -6300,7 +6276,7 @@ def score_end(run, trainer, exam, samples):
     return scores
 
 
-# === end: policy ===
+# === end: policy_run ===
 
 
 # === shared: environment ===
@@ -6448,69 +6424,63 @@ class Episode(Answer):
         return self.reward
 
 
-class EpisodeTrainer(PolicyTrainer):
-    """A PolicyTrainer that learns from conversations with `environment`, a class: see Episode.
+def new_episodes(trainer, seed, count):
+    """Return `count` Episodes of a seed. It decides the prompt, so all of them have the same."""
+    settings = trainer.settings
+    room = trainer.network.config.train_seq_len - settings.max_new_tokens
+    parts = trainer.environment, seed, trainer.tokenizer, settings, room
+    first, *others = episodes = [Episode(*parts) for _ in range(count)]
+    for episode in others:
+        if episode.prompt != first.prompt:  # all are sampled from the first one's
+            episode.fault = episode.fault or "reset returned another prompt for the same seed"
+            episode.prompt = first.prompt
+    return episodes
 
-    Its queries are seeds, numbers. The reward of a conversation is the discounted sum of those of
-    its answers.
+
+def score_episodes(trainer, episodes, discount=1.0):
+    """Fill in `reward` and `rewards` of conversations; return the first (n,), which is right from 1 on:
+    the sum of those of their answers."""
+    rewards = [episode.total(discount) for episode in episodes]
+    faults = [f"seed {episode.query}: {episode.fault}" for episode in episodes if episode.fault]
+    first = first_of_ranks(faults[0] if faults else None, trainer.runtime)
+    if first:
+        counts = torch.tensor([len(faults), len(episodes)], device=trainer.runtime.device)
+        count, total = trainer.runtime.sum(counts).tolist()
+        trainer.log(f"environment: {count} of {total} episodes have a fault; the first, {first}")
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def episode_rewards(trainer, episodes):
+    """Return the rewards of conversations (n,), which train: discounted sums of those of answers.
+
+    Nothing of an episode with a fault is learned, and it gets its group's mean.
     """
+    rewards = score_episodes(trainer, episodes, trainer.settings.discount)
+    for place, episode in enumerate(episodes):
+        if episode.fault:
+            rewards[place] = math.nan
+            episode.logps = [None] * len(episode.ids)
+    groups = rewards.view(-1, trainer.settings.group_size)
+    groups = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups)
+    return groups.nan_to_num().flatten()
 
-    environment: type  # set before use
 
-    def new_answers(self, query, count):
-        """Return `count` Episodes of a seed. It decides the prompt, so all of them have the same."""
-        room = self.network.config.train_seq_len - self.settings.max_new_tokens
-        parts = self.environment, query, self.tokenizer, self.settings, room
-        first, *others = episodes = [Episode(*parts) for _ in range(count)]
-        for episode in others:
-            if episode.prompt != first.prompt:  # all are sampled from the first one's
-                episode.fault = episode.fault or "reset returned another prompt for the same seed"
-                episode.prompt = first.prompt
-        return episodes
+def episode_metrics(trainer, episodes):
+    """Return for the log what became of all ranks' conversations.
 
-    def score(self, answers, rewards, discount=1.0):
-        """Fill in `reward` and `rewards` of conversations; return the first (n,), which is right from
-        1 on: the sum of those of their answers."""
-        for answer in answers:
-            answer.reward = answer.total(discount)
-        faults = [f"seed {answer.query}: {answer.fault}" for answer in answers if answer.fault]
-        first = first_of_ranks(faults[0] if faults else None, self.runtime)
-        if first:
-            counts = torch.tensor([len(faults), len(answers)], device=self.runtime.device)
-            count, total = self.runtime.sum(counts).tolist()
-            self.log(f"environment: {count} of {total} episodes have a fault; the first, {first}")
-        return torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-
-    def rewards(self, answers):
-        """Return the rewards of answers (n,). An episode with a fault gets its group's mean."""
-        self.score(answers, (), self.settings.discount)
-        rewards = []
-        for answer in answers:
-            rewards.append(math.nan if answer.fault else answer.reward)
-        groups = torch.tensor(rewards).double().view(-1, self.settings.group_size)
-        groups = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups)
-        return groups.nan_to_num().flatten()
-
-    def make_rollout(self, answers, rewards, advantages):
-        """Return the Rollout of this rank's answers, see PolicyTrainer, and what became of episodes.
-
-        Raises UserError if more than a tenth of all ranks' episodes have a fault.
-        """
-        for answer in answers:
-            if answer.fault:
-                answer.logps = [None] * len(answer.ids)  # nothing of it is learned
-        rollout = super().make_rollout(answers, rewards, advantages)
-        facts = [(len(one.earned), not one.done, bool(one.fault)) for one in answers]
-        means, _ = moments(torch.tensor(facts).T, self.runtime)
-        rollout.metrics |= zip(("turns", "cut", "dropped"), means.tolist(), strict=True)
-        fault = next((answer.fault for answer in answers if answer.fault), None)
-        fault = first_of_ranks(fault, self.runtime)
-        if rollout.metrics["dropped"] > 0.1:
-            raise UserError(
-                f"ENVIRONMENT={self.settings.environment!r}: {rollout.metrics['dropped']:.0%} of the "
-                f"episodes have a fault, at most 10% may; {fault}"
-            )
-        return rollout
+    Raises UserError if more than a tenth of them have a fault.
+    """
+    facts = [(len(one.earned), not one.done, bool(one.fault)) for one in episodes]
+    means, _ = moments(torch.tensor(facts).T, trainer.runtime)
+    metrics = dict(zip(("turns", "cut", "dropped"), means.tolist(), strict=True))
+    fault = next((episode.fault for episode in episodes if episode.fault), None)
+    fault = first_of_ranks(fault, trainer.runtime)
+    if metrics["dropped"] > 0.1:
+        raise UserError(
+            f"ENVIRONMENT={trainer.settings.environment!r}: {metrics['dropped']:.0%} of the "
+            f"episodes have a fault, at most 10% may; {fault}"
+        )
+    return metrics
 
 
 # === end: environment ===
@@ -6567,14 +6537,19 @@ def token_weights(mask, total, settings, ranks):
     return mask / divisors[settings.reduction]
 
 
+# What the log has of an update: its loss and tokens, and of each token its entropy and the parts
+# that policy_loss returns.
+METRICS = ("loss tokens entropy clip_active clip_outside log_ratio kl sampler_gap").split()
+
+
 def policy_loss(logps, batch, settings):
-    """Return the loss of each token (B, T), and for the log (5, B, T): whether the clip is active,
-    whether the ratio is outside the band, |log p / p_old|, KL, and the sampler gap.
+    """Return the loss of each token (B, T), and for the log its parts by name, (B, T) each: whether
+    the clip is active, whether the ratio is outside the band, |log p / p_old|, KL, and the sampler
+    gap, |log p_old - what the sampler computed|.
 
     The loss is the clipped surrogate (arXiv 1707.06347, equation 7) with a band that may be
     asymmetric (2503.14476), plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. An
-    active clip leaves KL_BETA's gradient alone. The sampler gap is |log p_old - what the sampler
-    computed|.
+    active clip leaves KL_BETA's gradient alone.
     """
     advantages = batch.advantages[:, None]
     low = 1 - settings.left_clip_range
@@ -6590,53 +6565,158 @@ def policy_loss(logps, batch, settings):
 
     below = (ratio < low) | (limited < ratio)
     active = torch.where(advantages < 0, below, (ratio > high) & (advantages > 0))
-    outside = (ratio < low) | (ratio > high)
-    gap = (batch.old - batch.sampled).abs()
-    logged = torch.stack([active, outside, delta.abs(), kl, gap]).detach() * batch.mask
-    return loss + settings.kl_beta * kl, logged
+    parts = {
+        "clip_active": active,
+        "clip_outside": (ratio < low) | (ratio > high),
+        "log_ratio": delta.abs(),
+        "kl": kl,
+        "sampler_gap": (batch.old - batch.sampled).abs(),
+    }
+    parts = {name: part.detach() * batch.mask for name, part in parts.items()}
+    return loss + settings.kl_beta * kl, parts
 
 
 GRPOConfig = Settings  # GRPOConfig(learning_rate=1e-4, group_size=16)
 
 
 class GRPOTrainer(PolicyTrainer):
-    """Group relative policy optimization; arguments and use as of PolicyTrainer."""
+    """Group relative policy optimization; arguments and use as of PolicyTrainer.
+
+    environment: a class whose conversations, see Episode, replace prompts and reward functions.
+    Queries are seeds then.
+    """
+
+    def __init__(self, model, tokenizer, args=None, *, environment=None, **options):
+        super().__init__(model, tokenizer, args, **options)
+        self.environment = environment
+
+    def sample(self, queries, count, temperature, seeds, qat=False):
+        """Return `count` Answers to each query, query by query; seeds: a tuple of numbers for each.
+
+        qat: whether the rounded weights answer, which the artifact will have.
+        """
+        answers = []
+        for query in queries:
+            if self.environment:
+                answers += new_episodes(self, query, count)
+            else:
+                prompt = self.asked(query)
+                answers += [Answer(query=query, prompt=prompt) for _ in range(count)]
+        for answer in answers:
+            answer.temperature = temperature
+        prompts = [answer.prompt for answer in answers[::count]]
+        length = self.settings.max_new_tokens
+        state = functools.partial(sampling_state, answers)
+        with torch.no_grad(), self.weights(qat), parametrize.cached(), heartbeat(self.say, state):
+            generate(
+                self.network,
+                prompts,
+                count,
+                length,
+                temperature,
+                seeds,
+                self.stop,
+                samples=answers,
+                compiled=self.compiled,
+            )
+        for answer in answers:
+            answer.text = completion(self.tokenizer, answer.prompt, answer.ids)
+        return answers
+
+    def score(self, answers, rewards, limit=SLOW_SECONDS):
+        """Fill in `reward` and `rewards` of answers; return the first (n,). See PolicyTrainer."""
+        if self.environment:
+            return score_episodes(self, answers)
+        return super().score(answers, rewards, limit)
+
+    def ask(self, queries, seeds, qat):
+        """Return GROUP_SIZE Answers to each query, by query, their rewards (queries, GROUP_SIZE), and
+        the seconds that it took to sample them.
+
+        What is added to the rewards here trains, in conversations, too, and marks nothing.
+        """
+        begin = time.perf_counter()
+        size = self.settings.group_size
+        answers = self.sample(queries, size, self.settings.temperature, seeds, qat)
+        seconds = time.perf_counter() - begin
+        if self.environment:
+            rewards = episode_rewards(self, answers)
+        else:
+            limit = min(SLOW_SECONDS, max(0.1, seconds))
+            functions = named_rewards(self.reward_funcs, self.reward_weights)
+            rewards = self.score(answers, functions, limit)
+        return groups_of(answers, size), rewards.view(len(queries), size), seconds
 
     @torch.no_grad()
-    def rollout(self, queries, step):
-        """Return the Rollout of this rank's share of a step's queries, with answers' advantages."""
-        settings = self.settings
-        answers = self.sample_share(queries, step)
-        # What is added to the rewards here trains, in conversations, too, and marks nothing.
-        rewards = self.rewards(answers)
-        _, variance = moments(rewards, self.runtime)
-        groups = rewards.view(-1, settings.group_size)
-        advantages = group_advantages(groups, settings.scale_rewards, variance.sqrt().cpu())
-        return self.make_rollout(answers, rewards, advantages.flatten())
+    def rollout(self, queries, step, qat=False):
+        """Return the Rollout of this rank's share of a step's queries, with answers' advantages.
 
-    def update(self, rollout, multiplier=1.0):
+        RESAMPLE_ROUNDS times groups of one reward are replaced by the answers to other queries
+        (dynamic sampling, arXiv 2503.14476, section 3.2), which are drawn from train_dataset or,
+        without it, from this step's. zero_variance is of the groups that are left, and resampled the
+        groups that were replaced, per group of the step. Other metrics are of the first answers: later
+        ones are chosen by their rewards.
+        """
+        settings = self.settings
+        runtime = self.runtime
+        self.add_columns(queries)
+        share = rank_share(queries, settings, runtime)
+        seeds = [(settings.seed, step, number) for number in share]
+        groups, rewards, seconds = self.ask([queries[number] for number in share], seeds, qat)
+        metrics = answer_metrics(groups, rewards, seconds, runtime)
+        if self.environment:
+            metrics |= episode_metrics(self, [*itertools.chain(*groups)])
+        else:
+            metrics |= reward_means(groups, runtime)
+
+        others = self.dataset or queries
+        for attempt in range(1, 1 + settings.resample_rounds):
+            if not metrics["zero_variance"]:  # on no rank
+                break
+            silent = has_one_reward(rewards).nonzero().flatten().tolist()
+            # The numbers of these queries go on from the step's own.
+            numbers = [attempt * len(queries) + share[place] for place in silent]
+            seeds = [(settings.seed, step, number) for number in numbers]
+            drawn = [others[np.random.default_rng(seed).integers(len(others))] for seed in seeds]
+            new_groups, new_rewards, _ = self.ask(drawn, seeds, qat)
+            for place, group in zip(silent, new_groups, strict=True):
+                groups[place] = group
+            rewards[silent] = new_rewards
+            metrics["resampled"] = metrics.get("resampled", 0.0) + metrics["zero_variance"]
+            metrics["zero_variance"] = moments(has_one_reward(rewards), runtime)[0].item()
+
+        _, variance = moments(rewards.flatten(), runtime)
+        advantages = group_advantages(rewards, settings.scale_rewards, variance.sqrt().cpu())
+        answers = [*itertools.chain(*groups)]
+        for answer, advantage in zip(answers, advantages.flatten().tolist(), strict=True):
+            answer.advantage = advantage
+        return Rollout(groups_of(answers, len(answers) // settings.mini_batches), metrics)
+
+    @torch.no_grad()
+    def batches_of(self, answers):
+        """Return batches of the answers of a mini-batch, with log-probabilities before the update.
+
+        They are the training forward's: the sampler's last digits would count in a narrow band.
+        """
+        # Without KL_BETA an answer of no advantage has no gradient: it is left out.
+        answers = [answer for answer in answers if answer.advantage or self.settings.kl_beta]
+        batches = make_batches(answers, self.runtime.device, self.micro_tokens)
+        for batch in batches:
+            batch.old, _ = token_logps(self.network, batch, self.settings.temperature)
+            if self.ref_model is not None:
+                batch.reference, _ = token_logps(self.ref_model, batch, self.settings.temperature)
+        return batches
+
+    def update(self, rollout, multiplier=1.0, qat=False):
         """Take MINI_BATCHES x EPOCHS optimizer steps at `multiplier` times the learning rate.
 
-        Return what was measured in them.
+        Return what was measured in them. qat: whether the loss is that of the rounded weights.
         """
         begin = time.perf_counter()
         settings = self.settings
         runtime = self.runtime
-        temperature = settings.temperature
-        mini_batches = []
-        for answers in rollout.answers:
-            # Without KL_BETA an answer of no advantage has no gradient: it is left out.
-            answers = [answer for answer in answers if answer.advantage or settings.kl_beta]
-            mini_batches.append(make_batches(answers, runtime.device, self.micro_tokens))
-        # Old log-probabilities are the training forward's: the sampler's last digits would count in
-        # a narrow band.
-        with torch.no_grad(), self.weights():
-            for batch in itertools.chain(*mini_batches[1:]):
-                batch.old, _ = token_logps(self.network, batch, temperature)
-            for batch in itertools.chain(*mini_batches):
-                if self.ref_model is not None:
-                    batch.reference, _ = token_logps(self.ref_model, batch, temperature)
-
+        with self.weights(qat):
+            mini_batches = [self.batches_of(answers) for answers in rollout.answers]
         updates = []
         pairs = zip(rollout.answers, mini_batches, strict=True)
         for answers, batches in [*pairs] * settings.epochs:
@@ -6645,32 +6725,28 @@ class GRPOTrainer(PolicyTrainer):
             tokens = sum(answer.length() for answer in answers)
             total = samples, runtime.sum(torch.tensor(tokens, device=runtime.device)), tokens
             torch._foreach_zero_([param.grad for param in self.trained.values()])
-            # loss, tokens, entropy, policy_loss's five
-            sums = torch.zeros(8, device=runtime.device)
-            with self.weights():
+            sums = {name: torch.zeros((), device=runtime.device) for name in METRICS}
+            with self.weights(qat):
                 for batch in batches:
-                    logps, entropy = token_logps(self.network, batch, temperature)
-                    if batch.old is None:  # the first mini-batch: nothing was updated before it
-                        batch.old = logps.detach()
-                    losses, logged = policy_loss(logps, batch, settings)
+                    logps, entropy = token_logps(self.network, batch, settings.temperature)
+                    losses, parts = policy_loss(logps, batch, settings)
                     weights = token_weights(batch.mask, total, settings, runtime.world_size)
                     loss = (losses * weights).sum()
                     loss.backward()
-                    parts = [loss.detach(), batch.mask.sum(), entropy.sum(), *logged.sum((1, 2))]
-                    sums += torch.stack(parts)
+                    sums["loss"] += loss.detach()
+                    sums["tokens"] += batch.mask.sum()
+                    sums["entropy"] += entropy.sum()
+                    for name, part in parts.items():
+                        sums[name] += part.sum()
             clip = settings.grad_clip_norm
-            norm, sums = reduce_gradients(self.trained.values(), runtime, clip, sums)
-            finite = torch.isfinite(norm + sums[0])  # the gradient and the loss
+            totals = torch.stack([*sums.values()])
+            norm, totals = reduce_gradients(self.trained.values(), runtime, clip, totals)
+            finite = torch.isfinite(norm + totals[0])  # the gradient and the loss
             # Where nothing has a gradient, momentum alone would move the weights.
             if norm != 0:
                 step_optimizers(self.optimizers, multiplier, finite)
-            updates.append(torch.cat([norm[None], sums]))
-        names = "entropy clip_active clip_outside log_ratio kl sampler_gap".split()
-        return update_metrics(names, updates, time.perf_counter() - begin)
-
-
-class GRPOEpisodeTrainer(EpisodeTrainer, GRPOTrainer):
-    """A GRPOTrainer that learns from conversations."""
+            updates.append({"grad_norm": norm, **dict(zip(METRICS, totals, strict=True))})
+        return update_metrics(updates, time.perf_counter() - begin)
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -6699,9 +6775,15 @@ def main():
     exam = Exam(held_out, rewards)
 
     # run folder and log, policy, trainer, averages
-    run, checkpoint = open_run(settings, runtime, network, tokenizer)
-    clock = run.clock
-    plan = run.plan
+    clock = Clock(settings, runtime, replayed_progress(settings))
+    plan = Plan(settings)
+    identity = {name: getattr(settings, name, None) for name in IDENTITY}
+    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
+    run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
+    checkpoint = run.open()
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
+    choose_kernels(settings.kernels, network, runtime, run.log)
     run.log(start_note(settings, network, tokenizer, source))
     run.log("\n".join(reports))
     run.log(
@@ -6709,12 +6791,19 @@ def main():
         f"{len(choice)} to choose between averages, {len(held_out)} held out"
     )
     adapt(network, settings, runtime.device)
+    environment = None
     if settings.environment:
-        trainer = GRPOEpisodeTrainer(network, tokenizer, settings, runtime=runtime)
-        trainer.environment = load_environment(settings.environment)
-    else:
-        trainer = GRPOTrainer(network, tokenizer, settings, reward_funcs=rewards, runtime=runtime)
-    trainer.log = run.log
+        environment = load_environment(settings.environment)
+    trainer = GRPOTrainer(
+        network,
+        tokenizer,
+        settings,
+        environment=environment,
+        reward_funcs=rewards,
+        train_dataset=problems,
+        runtime=runtime,
+        log=run.log,
+    )
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):
@@ -6729,7 +6818,6 @@ def main():
     stop_signal = StopSignal()
     clock.start()
     while True:
-        trainer.qat = plan.is_on("qat")  # of a run that was resumed, too
         if stop_signal.number and not runtime.distributed:
             run.ended = "signal"  # a single process need not ask other ranks
         last_step = bool(run.ended) or clock.is_last(run.step)  # run.step steps are finished
@@ -6738,16 +6826,14 @@ def main():
         # 1. Validate and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not last_step:
-            with clock.paused(), saved_at_faults(run, metrics):
-                log_step(run, metrics)
-                scores = score_intervals(exam.scores(trainer))
+            with clock.paused(), saved_at_faults(run):
+                scores = score_intervals(exam.scores(trainer, plan.is_on("qat")))
             run.log.metrics(run.step, held_out_metrics(scores))
             samples.scored(f"step {run.step}", exam)
         # Also before step 1: a full disk is found before training, and a run killed early can resume.
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or save_is_due:
             with clock.paused():
-                log_step(run, metrics)
                 run.save()
         if last_step:
             break
@@ -6757,33 +6843,30 @@ def main():
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
-        trainer.qat = plan.is_on("qat")
         multiplier = plan.rates(progress)
 
         # 3. Sample answers to new prompts, and reward them.
         queries = problems_of_step(problems, run.step, settings.prompts_per_step)
-        with saved_at_faults(run, metrics):
-            rollout = trainer.rollout(queries, run.step)
-
-        # 4. Log the step before.
-        log_step(run, metrics)
+        with saved_at_faults(run):
+            rollout = trainer.rollout(queries, run.step, plan.is_on("qat"))
         samples.trained(rollout, progress)
 
-        # 5. Update the weights and their averages.
+        # 4. Update the weights and their averages.
         with heartbeat(run.log, lambda: f"step {run.step + 1}: updating the weights"):
-            updates = trainer.update(rollout, multiplier)
-        metrics = {**rollout.metrics, **updates, "lr_mul": multiplier, "progress": progress}
+            updates = trainer.update(rollout, multiplier, plan.is_on("qat"))
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
+        metrics = {**rollout.metrics, **updates, "lr_mul": multiplier, "progress": progress}
         report = [updates["loss"], updates["grad_norm"], stop_signal.number]
         loss, norm, stop = torch.tensor(report, device=runtime.device)
         clock.send_report(loss, norm, runtime.sum(stop))
         run.step += 1
 
+        # 5. Log the step: its numbers are on the host already, so nothing is waited for.
+        log_step(run, metrics)
         is_silent = is_silent and metrics["zero_variance"] == 1
         if is_silent and run.step == FIRST_STEPS:
-            log_step(run, metrics)
             run.save()
             reason = (
                 f"in the first {FIRST_STEPS} steps each group has one reward "

@@ -21,9 +21,9 @@ Where to change what:
     another loss or clip                  ppo_loss
     another advantage                     advantage_estimates
     the penalty in the rewards            shaped_rewards, divergences
-    how answers are sampled               PolicyTrainer.sample, generate
+    how answers are sampled               PPOTrainer.sample, generate
     another reward                        exact_match, weigh; or REWARD=file.py:function
-    what a step logs                      update_metrics, PPOTrainer.update
+    what a step logs                      METRICS, ppo_loss, answer_metrics
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate
@@ -355,6 +355,7 @@ OUR_SETTINGS = {
     "RATIO_LIMIT",
     "REDUCTION",
     "REPLAY",
+    "RESAMPLE_ROUNDS",
     "RESERVE_SECONDS",
     "RESUME",
     "REWARD",
@@ -4451,17 +4452,17 @@ class Decoder:
     """Texts that go on token by token: the network's own modules with a cache for each layer.
 
     `logits` (R, V) say what comes next. Prompts of different lengths are padded in front. Padding
-    and text are different documents, so no text sees its padding. If the network has the attribute
-    `compiled` and it is true, a step is compiled; on CUDA it is recorded as a graph and replayed.
+    and text are different documents, so no text sees its padding. compiled: whether a step is; on
+    CUDA it is recorded as a graph and replayed.
     """
 
-    def __init__(self, network, prompts):
+    def __init__(self, network, prompts, compiled=False):
         """Read the prompts, lists of at least one id."""
         self.network = network
         self.layers = [{} for _ in network.layers]  # what a TextContext keeps
         self.graph = None
         self.step = self.read
-        if getattr(network, "compiled", False):
+        if compiled:
             # Only sizes are dynamic: constants such as the soft cap would be traced twice (6 s).
             torch._dynamo.config.specialize_float = True
             self.step = torch.compile(self.read, dynamic=True)
@@ -4629,13 +4630,22 @@ def texts_at_once(network, tokens):
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
 def generate(
-    network, prompts, count, max_new_tokens, temperature, seeds, stop, truncate=None, samples=None
+    network,
+    prompts,
+    count,
+    max_new_tokens,
+    temperature,
+    seeds,
+    stop,
+    truncate=None,
+    samples=None,
+    compiled=False,
 ):
     """Return `count` Samples for each prompt (a list of at least one id), prompt by prompt.
 
     Sample i of prompt p depends on (seeds[p], i) alone, up to the last digits of the batch's matrix
-    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`. Raises
-    FloatingPointError if the network's logits are not finite.
+    products. stop: ids that end an answer. samples: those to fill, of a subclass. See `draw`,
+    and Decoder for `compiled`. Raises FloatingPointError if the network's logits are not finite.
     """
     samples = samples or [Sample() for _ in range(len(prompts) * count)]
     longest = max(map(len, prompts), default=0) + max_new_tokens
@@ -4644,11 +4654,11 @@ def generate(
         texts -= texts % count  # whole groups
     for start in range(0, len(samples), texts):
         rows = range(start, min(start + texts, len(samples)))
-        first = rows[0] // count
+        first = start // count
         # Those that the decoder goes on with.
-        live = samples[rows[0] : rows[-1] + 1]
+        live = samples[start : rows.stop]
         uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
-        decoder = Decoder(network, prompts[first : rows[-1] // count + 1])
+        decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
         picks = None
         step = 0
@@ -5550,17 +5560,7 @@ def dead_start(run, rollout, reason):
 # === end: samples ===
 
 
-# === shared: policy ===
-EVAL_SAMPLES = 8  # of each held-out problem
-EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
-# What must stay when a run is resumed, beside the model's shape and the tokenizer.
-IDENTITY = (
-    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
-).split()
-FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
-MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
-
-
+# === shared: answers ===
 @dataclass
 class Answer(Sample):
     """A sampled answer to a query."""
@@ -5600,7 +5600,7 @@ class Answer(Sample):
 
 @dataclass
 class Rollout:
-    """The answers of a step."""
+    """The answers of a step, which are learned from."""
 
     answers: list[list[Answer]]  # of this rank, by mini-batch
     metrics: dict[str, float]  # of all ranks
@@ -5611,15 +5611,22 @@ class Rollout:
         return [answers[start : start + size] for start in range(0, len(answers), size)]
 
 
-def prompts_unit(settings, ranks):
-    """Return MINI_BATCHES x ranks, which must divide the prompts of a step. Raises UserError."""
-    unit = settings.mini_batches * ranks
-    if settings.prompts_per_step % unit:
+def prompt_of(query):
+    """Return the prompt of a query: itself, or its `prompt` if it is a dict: a string, or messages.
+
+    Raises UserError.
+    """
+    prompt = query.get("prompt") if isinstance(query, dict) else query
+    try:
+        if isinstance(prompt, list):
+            return plain_messages("prompt", prompt)
+    except RowError as error:
+        raise UserError(f"prompts: {error}") from None
+    if not isinstance(prompt, str):
         raise UserError(
-            f"PROMPTS_PER_STEP={settings.prompts_per_step}: must be a multiple of MINI_BATCHES x "
-            f"ranks = {unit}"
+            f"prompts: must be strings, or dicts with a string `prompt`, not {query!r:.80}"
         )
-    return unit
+    return prompt
 
 
 def deal(costs, ranks, size):
@@ -5641,84 +5648,20 @@ def deal(costs, ranks, size):
     return [sorted(share) for share in shares]
 
 
-def prompt_of(query):
-    """Return the prompt of a query: itself, or its `prompt` if it is a dict: a string, or messages.
-
-    Raises UserError.
-    """
-    prompt = query.get("prompt") if isinstance(query, dict) else query
-    try:
-        if isinstance(prompt, list):
-            return plain_messages("prompt", prompt)
-    except RowError as error:
-        raise UserError(f"prompts: {error}") from None
-    if not isinstance(prompt, str):
-        raise UserError(
-            f"prompts: must be strings, or dicts with a string `prompt`, not {query!r:.80}"
-        )
-    return prompt
+def rank_share(queries, settings, runtime):
+    """Return the numbers of the queries of a step that this rank answers."""
+    costs = []  # characters to read and to write; how long a conversation will be is not known
+    for query in queries:
+        if isinstance(query, dict):
+            query = query.get("prompt"), query.get("answer")
+        costs.append(len(str(query)))
+    size = len(queries) // settings.mini_batches
+    return deal(costs, runtime.world_size, size)[runtime.rank]
 
 
-def named_rewards(functions, weights=None):
-    """Return the Rewards of functions (or one), with a weight for each. Raises UserError."""
-    functions = [functions] if callable(functions) else [*functions]
-    if not functions:
-        raise UserError("reward_funcs: none; must be one at least")
-    if isinstance(functions[0], Reward):
-        return functions
-    weights = [1.0] * len(functions) if weights is None else [*weights]
-    if len(weights) != len(functions):
-        raise UserError(f"reward_weights={weights!r}: must be {len(functions)} numbers")
-    rewards = []
-    for function, weight in zip(functions, weights, strict=True):
-        name = getattr(function, "__name__", type(function).__name__)
-        rewards.append(Reward(name, function, weight))
-    return distinct_names(rewards)
-
-
-def first_of_ranks(value, runtime):
-    """Return on all ranks the value of the first rank that has one; value: None, or of any type."""
-    if not runtime.sum(torch.tensor(float(value is not None), device=runtime.device)):
-        return None
-    values = [value] * runtime.world_size
-    if runtime.distributed:
-        dist.all_gather_object(values, value)
-    return next(value for value in values if value is not None)
-
-
-def raise_first(fault, runtime, log):
-    """Raise the RewardFault of the first rank that has one, on all ranks, after its traceback.
-
-    fault: of this rank, or None. Otherwise the other ranks would wait, and nothing could be saved.
-    """
-    first = first_of_ranks(fault, runtime)
-    if first is None:
-        return
-    if first.traceback:
-        log(first.traceback.rstrip(), sys.stderr)
-    raise first
-
-
-@contextlib.contextmanager
-def saved_at_faults(run, metrics):
-    """A block of the loop: its UserError comes after a checkpoint and the line of the step before."""
-    try:
-        yield
-    except UserError:
-        log_step(run, metrics)
-        run.save()
-        raise
-
-
-def reward_means(answers, names, runtime):
-    """Return for the log the means of rewards with these names over all ranks' answers to which
-    they apply; a name that applies to none is left out."""
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=runtime.device)
-    for place, name in enumerate(names):
-        values = [one.rewards[name] for one in answers if one.rewards[name] is not None]
-        sums[place] = sums.new_tensor([sum(values), len(values)])
-    pairs = zip(names, runtime.sum(sums).tolist(), strict=True)
-    return {f"rewards/{name}": total / count for name, (total, count) in pairs if count}
+def groups_of(answers, size):
+    """Return answers in groups of `size`, those of a prompt."""
+    return [answers[start : start + size] for start in range(0, len(answers), size)]
 
 
 def make_batches(answers, device, tokens):
@@ -5765,6 +5708,61 @@ def make_batches(answers, device, tokens):
     return batches
 
 
+# === end: answers ===
+
+
+# === shared: policy ===
+def prompts_unit(settings, ranks):
+    """Return MINI_BATCHES x ranks, which must divide the prompts of a step. Raises UserError."""
+    unit = settings.mini_batches * ranks
+    if settings.prompts_per_step % unit:
+        raise UserError(
+            f"PROMPTS_PER_STEP={settings.prompts_per_step}: must be a multiple of MINI_BATCHES x "
+            f"ranks = {unit}"
+        )
+    return unit
+
+
+def named_rewards(functions, weights=None):
+    """Return the Rewards of functions (or one), with a weight for each. Raises UserError."""
+    functions = [functions] if callable(functions) else [*functions]
+    if not functions:
+        raise UserError("reward_funcs: none; must be one at least")
+    if isinstance(functions[0], Reward):
+        return functions
+    weights = [1.0] * len(functions) if weights is None else [*weights]
+    if len(weights) != len(functions):
+        raise UserError(f"reward_weights={weights!r}: must be {len(functions)} numbers")
+    rewards = []
+    for function, weight in zip(functions, weights, strict=True):
+        name = getattr(function, "__name__", type(function).__name__)
+        rewards.append(Reward(name, function, weight))
+    return distinct_names(rewards)
+
+
+def first_of_ranks(value, runtime):
+    """Return on all ranks the value of the first rank that has one; value: None, or of any type."""
+    if not runtime.sum(torch.tensor(float(value is not None), device=runtime.device)):
+        return None
+    values = [value] * runtime.world_size
+    if runtime.distributed:
+        dist.all_gather_object(values, value)
+    return next(value for value in values if value is not None)
+
+
+def raise_first(fault, runtime, log):
+    """Raise the RewardFault of the first rank that has one, on all ranks, after its traceback.
+
+    fault: of this rank, or None. Otherwise the other ranks would wait, and nothing could be saved.
+    """
+    first = first_of_ranks(fault, runtime)
+    if first is None:
+        return
+    if first.traceback:
+        log(first.traceback.rstrip(), sys.stderr)
+    raise first
+
+
 def moments(values, runtime):
     """Return mean and variance (of a sample, n - 1) over all ranks of values (..., n), float64."""
     values = values.to(runtime.device, torch.float64)
@@ -5774,14 +5772,78 @@ def moments(values, runtime):
     return mean, squares / (count - 1).clamp(min=1)
 
 
+def has_one_reward(rewards):
+    """Return of which groups (P,) all rewards (P, G) are one: without a difference between answers
+    nothing is learned from them."""
+    return (rewards == rewards[:, :1]).all(1)
+
+
+def answer_metrics(groups, rewards, seconds, runtime):
+    """Return what the log has of all ranks' answers.
+
+    rewards (P, G): of this rank's groups. seconds: that it took to sample them. zero_variance is the
+    share of answers in groups of one reward; idle that of the time in which ranks waited.
+    """
+    answers = [*itertools.chain(*groups)]
+    silent = has_one_reward(rewards).repeat_interleave(rewards.size(1))
+    lengths = torch.tensor([answer.length() for answer in answers])
+    finished = torch.tensor([answer.finished for answer in answers])
+    mean, variance = moments(torch.stack([rewards.flatten(), silent, lengths, finished]), runtime)
+    times = torch.zeros(runtime.world_size, device=runtime.device)
+    times[runtime.rank] = seconds
+    times = runtime.sum(times)
+    metrics = {
+        "reward": mean[0],
+        "reward_std": variance[0].sqrt(),
+        "zero_variance": mean[1],
+        "length": mean[2],
+        "finished": mean[3],
+        "gen_tok_s": len(answers) * runtime.world_size * mean[2] / times.max(),
+        "idle": 1 - times.mean() / times.max(),
+    }
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def reward_means(groups, runtime):
+    """Return for the log the means of the rewards by name over all ranks' answers to which they
+    apply; a name that applies to none is left out."""
+    answers = [*itertools.chain(*groups)]
+    names = [*answers[0].rewards]
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=runtime.device)
+    for place, name in enumerate(names):
+        values = [one.rewards[name] for one in answers if one.rewards[name] is not None]
+        sums[place] = sums.new_tensor([sum(values), len(values)])
+    pairs = zip(names, runtime.sum(sums).tolist(), strict=True)
+    return {f"rewards/{name}": total / count for name, (total, count) in pairs if count}
+
+
+def update_metrics(updates, seconds):
+    """Return the metrics of a step from those of its updates: a dict of 0-d tensors for each.
+
+    loss and grad_norm become means over updates, all others over tokens.
+    """
+    rows = [torch.stack([*update.values()]).double() for update in updates]
+    columns = torch.stack(rows).cpu().T  # (names, updates): all of them reach the host at once
+    values = dict(zip(updates[0], columns, strict=True))
+    loss = values.pop("loss")
+    norm = values.pop("grad_norm")
+    tokens = values.pop("tokens").sum()
+    metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
+    metrics["bad"] = (norm + loss).isfinite().logical_not().sum().item()  # were skipped
+    metrics["train_tok_s"] = tokens.item() / seconds
+    for name, value in values.items():
+        metrics[name] = (value.sum() / tokens.clamp(min=1)).item()
+    return metrics
+
+
 class PolicyTrainer:
     """A policy that learns from rewards: `train_step` is a rollout and its updates, `train` many.
 
     model: a GPT. tokenizer: of load_tokenizer. train_dataset: queries for `train`: strings, or
     dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's signature, see
     call_reward; reward_weights: a number for each of them, 1 if not given. ref_model: a GPT that
-    KL_BETA keeps the policy near, in place of the policy as it is now. A subclass has `rollout` and
-    `update`. Raises UserError.
+    KL_BETA keeps the policy near, in place of the policy as it is now. log: function of a line. A
+    subclass has `sample`, `rollout` and `update`. Raises UserError.
     """
 
     def __init__(
@@ -5795,6 +5857,7 @@ class PolicyTrainer:
         reward_funcs=(),
         reward_weights=None,
         runtime=None,
+        log=None,
     ):
         self.settings = settings = args or Settings()
         self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
@@ -5804,9 +5867,10 @@ class PolicyTrainer:
         self.unit = prompts_unit(settings, self.runtime.world_size)
         self.reward_funcs = reward_funcs
         self.reward_weights = reward_weights
-        self.means = {}  # rewards/NAME of the last step
         self.columns = {"prompt": None}  # of all queries: an absent one is None
-        self.log = lambda text, stream=None: sys.stderr.write(f"{text}\n")
+        self.add_columns(train_dataset)
+        self.say = log  # how far sampling is; in a program nothing is said of it
+        self.log = log or (lambda text, stream=None: sys.stderr.write(f"{text}\n"))
         self.is_unmarked = False  # whether the log says that to an answer no function applied
         self.ref_model = None
         if settings.kl_beta:
@@ -5818,77 +5882,9 @@ class PolicyTrainer:
         self.optimizer_state = OptimizerState(self.optimizers, self.trained)
         self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(model)
         self.table = quant_table(settings)
-        self.qat = False
         self.stop = stop_ids(tokenizer)
-        self.say = None  # function of a line, which says how far sampling is; set before use
-        self.sampling_seconds = 0.0  # of this rank in the last step
+        self.compiled = settings.compile  # whether steps of sampling are
         self.steps = 0  # of train_step and train so far
-
-    def weights(self):
-        """Return the context of the weights that sample and are scored: under QAT the rounded."""
-        return quantized(self.network, self.table) if self.qat else contextlib.nullcontext()
-
-    def new_answers(self, query, count):
-        """Return `count` Answers to a query that are yet to be sampled."""
-        prompt = asked_ids(self.tokenizer, prompt_turns(prompt_of(query)))
-        return [Answer(query=query, prompt=prompt) for _ in range(count)]
-
-    def begin_answers(self, queries, count):
-        """Return new_answers to all queries. Raises UserError if there is no room for one."""
-        length = self.settings.max_new_tokens
-        context = self.network.config.train_seq_len
-        answers = []
-        for query in queries:
-            answers += self.new_answers(query, count)
-            tokens = len(answers[-1].prompt)
-            if tokens + length > context:
-                raise UserError(
-                    f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has "
-                    f"{tokens} tokens, and the model's context is {context}"
-                )
-        return answers
-
-    def sample(self, queries, count, temperature, seeds):
-        """Return `count` Answers to each query, query by query, by the weights that are scored."""
-        answers = self.begin_answers(queries, count)
-        for answer in answers:
-            answer.temperature = temperature
-        prompts = [answer.prompt for answer in answers[::count]]
-        length = self.settings.max_new_tokens
-        state = functools.partial(sampling_state, answers)
-        with torch.no_grad(), self.weights(), parametrize.cached(), heartbeat(self.say, state):
-            generate(
-                self.network,
-                prompts,
-                count,
-                length,
-                temperature,
-                seeds,
-                self.stop,
-                samples=answers,
-            )
-        for answer in answers:
-            answer.text = completion(self.tokenizer, answer.prompt, answer.ids)
-        return answers
-
-    def sample_share(self, queries, step):
-        """Return GROUP_SIZE Answers to each query of this rank's share of a step's queries."""
-        begin = time.perf_counter()
-        settings = self.settings
-        self.add_columns(queries)
-        size = len(queries) // settings.mini_batches
-        # Characters to read and to write; how long a conversation will be is not known.
-        costs = []
-        for query in queries:
-            if isinstance(query, dict):
-                query = query.get("prompt"), query.get("answer")
-            costs.append(len(str(query)))
-        share = deal(costs, self.runtime.world_size, size)[self.runtime.rank]
-        seeds = [(settings.seed, step, number) for number in share]
-        queries = [queries[number] for number in share]
-        answers = self.sample(queries, settings.group_size, settings.temperature, seeds)
-        self.sampling_seconds = time.perf_counter() - begin
-        return answers
 
     def add_columns(self, queries):
         """Take note of the columns of queries, so that a function gets all of them on each rank."""
@@ -5896,12 +5892,28 @@ class PolicyTrainer:
             if isinstance(query, dict):
                 self.columns.update(dict.fromkeys(query))
 
-    def score(self, answers, rewards):
+    def weights(self, qat):
+        """Return the context of the weights that sample and learn: under QAT the rounded ones."""
+        return quantized(self.network, self.table) if qat else contextlib.nullcontext()
+
+    def asked(self, query):
+        """Return the ids of a query's prompt. Raises UserError if there is no room for an answer."""
+        prompt = asked_ids(self.tokenizer, prompt_turns(prompt_of(query)))
+        length = self.settings.max_new_tokens
+        context = self.network.config.train_seq_len
+        if len(prompt) + length > context:
+            raise UserError(
+                f"MAX_NEW_TOKENS={length}: must be less, or the prompts shorter: one has "
+                f"{len(prompt)} tokens, and the model's context is {context}"
+            )
+        return prompt
+
+    def score(self, answers, rewards, limit=SLOW_SECONDS):
         """Fill in `reward` and `rewards` of answers; return the first (n,), float64.
 
-        All ranks call it together, perhaps without an answer. Raises UserError on all of them.
+        All ranks call it together, perhaps without an answer. limit: the log names a function that
+        takes longer. Raises UserError on all ranks.
         """
-        limit = min(SLOW_SECONDS, max(0.1, self.sampling_seconds))
         rows = []
         for answer in answers:
             row = answer.query if isinstance(answer.query, dict) else {}
@@ -5923,45 +5935,6 @@ class PolicyTrainer:
             self.is_unmarked = True
             self.log(f"reward: {count:.0f} answers got None from each function; they count 0")
         return torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-
-    def rewards(self, answers):
-        """Return the rewards of answers (n,), which train."""
-        rewards = named_rewards(self.reward_funcs, self.reward_weights)
-        total = self.score(answers, rewards)
-        self.means = reward_means(answers, [reward.name for reward in rewards], self.runtime)
-        return total
-
-    def make_rollout(self, answers, rewards, advantages):
-        """Return the Rollout of this rank's answers; rewards and advantages (answers,).
-
-        zero_variance is the share of answers in groups of one reward.
-        """
-        seconds = torch.zeros(self.runtime.world_size, device=self.runtime.device)
-        seconds[self.runtime.rank] = self.sampling_seconds
-        seconds = self.runtime.sum(seconds)
-        for answer, advantage in zip(answers, advantages.tolist(), strict=True):
-            answer.advantage = advantage
-        size = len(answers) // self.settings.mini_batches
-        mini_batches = [answers[start : start + size] for start in range(0, len(answers), size)]
-
-        groups = rewards.view(-1, self.settings.group_size)
-        is_silent = (groups == groups[:, :1]).all(1).repeat_interleave(groups.size(1))
-        lengths = torch.tensor([answer.length() for answer in answers])
-        finished = torch.tensor([answer.finished for answer in answers])
-        facts = torch.stack([rewards, is_silent, lengths, finished])
-        mean, variance = moments(facts, self.runtime)
-        count = len(answers) * self.runtime.world_size
-        metrics = {
-            "reward": mean[0],
-            "reward_std": variance[0].sqrt(),
-            "zero_variance": mean[1],
-            "length": mean[2],
-            "finished": mean[3],
-            "gen_tok_s": count * mean[2] / seconds.max(),
-            "idle": 1 - seconds.mean() / seconds.max(),
-        }
-        metrics = {name: value.item() for name, value in metrics.items()}
-        return Rollout(mini_batches, metrics | self.means)
 
     def train_step(self, queries, reward_function=None):
         """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
@@ -5999,18 +5972,12 @@ class PolicyTrainer:
         return metrics
 
 
-def update_metrics(names, updates, seconds):
-    """Return means over the updates of a step, and over their tokens of the sums with these names.
+# === end: policy ===
 
-    updates: of each, norm of the gradient, loss, tokens, and the sums.
-    """
-    norm, loss, tokens, *sums = torch.stack(updates).double().cpu().T  # (updates,) each
-    metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
-    metrics["bad"] = (norm + loss).isfinite().logical_not().sum().item()  # were skipped
-    metrics["train_tok_s"] = tokens.sum().item() / seconds
-    for name, values in zip(names, sums, strict=True):
-        metrics[name] = (values.sum() / tokens.sum().clamp(min=1)).item()
-    return metrics
+
+# === shared: exam ===
+EVAL_SAMPLES = 8  # of each held-out problem
+EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
 
 
 class Exam(Stateful):
@@ -6027,15 +5994,15 @@ class Exam(Stateful):
         self.before = {}  # as of scores()
         self.answers = []  # of this rank's first problems at the last scoring, by problem
 
-    def graded(self, trainer, problems, count, temperature):
+    def graded(self, trainer, problems, count, temperature, qat):
         """Return this rank's share of `count` Answers to each problem, with their rewards."""
         runtime = trainer.runtime
         share = slice(runtime.rank, None, runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
-        answers = trainer.sample(problems[share], count, temperature, seeds[share])
+        answers = trainer.sample(problems[share], count, temperature, seeds[share], qat)
         trainer.score(answers, self.rewards)
-        groups = [answers[start : start + count] for start in range(0, len(answers), count)]
-        pairs = itertools.zip_longest(self.answers, groups[:RECORDED_PROMPTS], fillvalue=[])
+        groups = groups_of(answers, count)[:RECORDED_PROMPTS]
+        pairs = itertools.zip_longest(self.answers, groups, fillvalue=[])
         self.answers = [[*before, *group] for before, group in pairs]
         return answers
 
@@ -6062,14 +6029,14 @@ class Exam(Stateful):
         table = self.gather(trainer, table, count)
         return table[0], table[1:]
 
-    def scores(self, trainer):
+    def scores(self, trainer, qat=False):
         """Return scores by problem, (n,) each: greedy, mean and best of EVAL_SAMPLES samples, and the
         mean of each reward of these, NaN where it applies to none.
         """
         self.answers = []
         temperature = trainer.settings.temperature
-        greedy, _ = self.marks(trainer, self.graded(trainer, self.problems, 1, 0.0), 1)
-        answers = self.graded(trainer, self.problems, EVAL_SAMPLES, temperature)
+        greedy, _ = self.marks(trainer, self.graded(trainer, self.problems, 1, 0.0, qat), 1)
+        answers = self.graded(trainer, self.problems, EVAL_SAMPLES, temperature, qat)
         sampled, values = self.marks(trainer, answers, EVAL_SAMPLES)
         scores = {
             "greedy": greedy[:, 0],
@@ -6112,17 +6079,37 @@ def score_intervals(scores):
     return {"n": len(scores["greedy"]), **intervals}
 
 
-def open_run(settings, runtime, network, tokenizer):
-    """Return the run, its folder made or found, and the checkpoint to resume from, or None."""
-    identity = {name: getattr(settings, name, None) for name in IDENTITY}
-    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
-    clock = Clock(settings, runtime, replayed_progress(settings))
-    run = Run(settings, runtime, Plan(settings), clock, identity, asdict(network.config))
-    checkpoint = run.open()
-    if tokenizer.file != "bytes":
-        run.write_file(tokenizer.file, tokenizer.content)
-    choose_kernels(settings.kernels, network, runtime, run.log)
-    return run, checkpoint
+@torch.no_grad()
+def nats_per_token(trainer, answers):
+    """Return the mean loss of the policy on answers, in nats per token, of all ranks' answers."""
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.runtime.device)
+    for batch in make_batches(answers, trainer.runtime.device, trainer.micro_tokens):
+        logps, _ = token_logps(trainer.network, batch, 1.0)
+        sums += torch.stack([-logps.sum(), batch.mask.sum()])
+    nats, tokens = trainer.runtime.sum(sums).tolist()
+    return nats / max(1.0, tokens)
+
+
+# === end: exam ===
+
+
+# === shared: policy_run ===
+# What must stay when a run is resumed, beside the model's shape and the tokenizer.
+IDENTITY = (
+    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
+).split()
+FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
+MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
+
+
+@contextlib.contextmanager
+def saved_at_faults(run):
+    """A block of the loop: its UserError comes after a checkpoint."""
+    try:
+        yield
+    except UserError:
+        run.save()
+        raise
 
 
 def begin_run(run, trainer, exam, samples, checkpoint):
@@ -6145,8 +6132,6 @@ def begin_run(run, trainer, exam, samples, checkpoint):
         "note: the ratios of a step's first mini-batch are 1: nothing is clipped, and the policy's "
         "loss is about 0, but its gradient is not; look at the rewards"
     )
-    trainer.say = run.log
-    network.compiled = settings.compile  # of generation; sampling here compiles it
     if checkpoint:
         run.load(checkpoint, ("ema", "swa", "reference"))
         samples.resume()
@@ -6172,14 +6157,14 @@ def choose_weights(trainer, averages, exam, problems, log):
     for name, average in averages.items():
         if average.count:
             candidates[name] = average.values
-    # Adapters are quantized as parts of the weights that they change.
-    trainer.qat = not trainer.settings.lora_rank
     if len(candidates) == 1:
         return "raw"
+    # Adapters are quantized as parts of the weights that they change.
+    qat = not trainer.settings.lora_rank
     shares = {}
     for name, values in candidates.items():
         with swapped(raw, values):
-            answers = exam.graded(trainer, problems, 1, trainer.settings.temperature)
+            answers = exam.graded(trainer, problems, 1, trainer.settings.temperature, qat)
             right, _ = exam.marks(trainer, answers, 1)
         shares[name] = right.mean().item()
         log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(problems)} problems")
@@ -6242,18 +6227,7 @@ def take_file(trainer, path):
     """Give the trainer the network of an artifact, or of a checkpoint's folder."""
     trainer.network, _, _ = load_model("artifact", str(path))
     trainer.network.to(trainer.runtime.device)
-    trainer.qat = False
-
-
-@torch.no_grad()
-def nats_per_token(trainer, answers):
-    """Return the mean loss of the policy on answers, in nats per token, of all ranks' answers."""
-    sums = torch.zeros(2, dtype=torch.float64, device=trainer.runtime.device)
-    for batch in make_batches(answers, trainer.runtime.device, trainer.micro_tokens):
-        logps, _ = token_logps(trainer.network, batch, 1.0)
-        sums += torch.stack([-logps.sum(), batch.mask.sum()])
-    nats, tokens = trainer.runtime.sum(sums).tolist()
-    return nats / max(1.0, tokens)
+    trainer.compiled = False  # for a few batches it would take longer
 
 
 def score_end(run, trainer, exam, samples):
@@ -6284,7 +6258,7 @@ def score_end(run, trainer, exam, samples):
     return scores
 
 
-# === end: policy ===
+# === end: policy_run ===
 
 
 # === shared: judge ===
@@ -6328,29 +6302,16 @@ def answer_values(network, answers, tokens):
     return values
 
 
-class JudgedTrainer(PolicyTrainer):
-    """A PolicyTrainer whose reward_model, if it has one, scores answers in place of functions."""
-
-    def judge(self, answers):
-        """Fill in what the reward model gives answers, whose very tokens it reads; return it (n,)."""
-        values = answer_values(self.reward_model, answers, self.micro_tokens).double()
-        fault = None
-        if not torch.isfinite(values).all():
-            fault = RewardFault("REWARD_MODEL: gives a score that is not finite")
-        raise_first(fault, self.runtime, self.log)
-        for answer, value in zip(answers, values.tolist(), strict=True):
-            answer.rewards["reward_model"] = value
-        return values
-
-    def rewards(self, answers):
-        """Return the rewards of answers (n,), which train."""
-        if self.reward_model is None:
-            return super().rewards(answers)
-        values = self.judge(answers)
-        for answer, value in zip(answers, values.tolist(), strict=True):
-            answer.reward = value
-        self.means = reward_means(answers, ["reward_model"], self.runtime)
-        return values
+def judged(trainer, answers):
+    """Fill in what the reward model gives answers, whose very tokens it reads; return it (n,)."""
+    values = answer_values(trainer.reward_model, answers, trainer.micro_tokens).double()
+    fault = None
+    if not torch.isfinite(values).all():
+        fault = RewardFault("REWARD_MODEL: gives a score that is not finite")
+    raise_first(fault, trainer.runtime, trainer.log)
+    for answer, value in zip(answers, values.tolist(), strict=True):
+        answer.rewards["reward_model"] = value
+    return values
 
 
 class JudgedExam(Exam):
@@ -6360,7 +6321,7 @@ class JudgedExam(Exam):
         """Return reward_model, the mean of a problem's sampled answers."""
         if trainer.reward_model is None:
             return {}
-        values = self.gather(trainer, trainer.judge(answers), EVAL_SAMPLES)
+        values = self.gather(trainer, judged(trainer, answers), EVAL_SAMPLES)
         return {"reward_model": values.mean(1)}
 
 
@@ -6384,10 +6345,6 @@ def make_optimizers(params, settings, runtime):
 
 # --------------------------------------------------------------------------------------- objective
 VALUE_COEF = 0.1  # weight of the value loss; 1 and 5 gained less with a head
-# What an update sums over its tokens, in the order of ppo_loss.
-METRICS = (
-    "entropy policy_loss value_loss clip_active clip_outside value_clip approx_kl sampler_gap"
-).split()
 GAMMA = 1.0  # discount: what an answer earns does not depend on its length
 VALUE_CLIP_RANGE = 0.2  # of a value, around the rollout's
 
@@ -6437,10 +6394,18 @@ def steered(beta, divergence, target):
     return beta * (1 + 0.1 * min(0.2, max(-0.2, divergence / target - 1)))
 
 
+# What the log has of an update: its loss and tokens, and of each token its entropy and the parts
+# that ppo_loss returns.
+METRICS = (
+    "loss tokens entropy policy_loss value_loss clip_active clip_outside value_clip approx_kl sampler_gap"
+).split()
+
+
 def ppo_loss(logps, values, batch, settings):
-    """Return the loss of each token (B, T), and for the log (7, B, T): policy loss, value loss,
-    whether the clip is active, whether the ratio is outside the band, whether the value is clipped,
-    k2 = log(p / p_old)^2 / 2, and the sampler gap |log p_old - what the sampler computed|.
+    """Return the loss of each token (B, T), and for the log its parts by name, (B, T) each: policy
+    loss, value loss, whether the clip is active, whether the ratio is outside the band, whether the
+    value is clipped, k2 = log(p / p_old)^2 / 2, and the sampler gap |log p_old - what the sampler
+    computed|.
 
     The loss is the clipped surrogate (arXiv 1707.06347, equation 7) plus VALUE_COEF times half the
     larger squared error of the value, and of the value clipped to VALUE_CLIP_RANGE around the
@@ -6463,22 +6428,23 @@ def ppo_loss(logps, values, batch, settings):
     below = ratio < low
     above = ratio > high
     active = torch.where(batch.advantages < 0, below, above & (batch.advantages > 0))
-    logged = [
-        policy,
-        value,
-        active,
-        below | above,
-        clipped > error,
-        0.5 * delta**2,
-        (batch.old - batch.sampled).abs(),
-    ]
-    return (policy + VALUE_COEF * value) * batch.mask, torch.stack(logged).detach() * batch.mask
+    parts = {
+        "policy_loss": policy,
+        "value_loss": value,
+        "clip_active": active,
+        "clip_outside": below | above,
+        "value_clip": clipped > error,
+        "approx_kl": 0.5 * delta**2,
+        "sampler_gap": (batch.old - batch.sampled).abs(),
+    }
+    parts = {name: part.detach() * batch.mask for name, part in parts.items()}
+    return (policy + VALUE_COEF * value) * batch.mask, parts
 
 
 PPOConfig = Settings  # PPOConfig(learning_rate=1e-4, group_size=16)
 
 
-class PPOTrainer(JudgedTrainer, Stateful):
+class PPOTrainer(PolicyTrainer, Stateful):
     """Proximal policy optimization; arguments and use as of PolicyTrainer.
 
     reward_model: a GPT with a value head that scores in place of reward functions. The critic is a
@@ -6496,12 +6462,61 @@ class PPOTrainer(JudgedTrainer, Stateful):
         self.reward_model = reward_model
         self.kl_beta = self.settings.kl_beta  # KL_TARGET steers it
 
+    def sample(self, queries, count, temperature, seeds, qat=False):
+        """Return `count` Answers to each query, query by query; seeds: a tuple of numbers for each.
+
+        qat: whether the rounded weights answer, which the artifact will have.
+        """
+        answers = []
+        for query in queries:
+            prompt = self.asked(query)
+            answers += [Answer(query=query, prompt=prompt) for _ in range(count)]
+        for answer in answers:
+            answer.temperature = temperature
+        prompts = [answer.prompt for answer in answers[::count]]
+        length = self.settings.max_new_tokens
+        state = functools.partial(sampling_state, answers)
+        with torch.no_grad(), self.weights(qat), parametrize.cached(), heartbeat(self.say, state):
+            generate(
+                self.network,
+                prompts,
+                count,
+                length,
+                temperature,
+                seeds,
+                self.stop,
+                samples=answers,
+                compiled=self.compiled,
+            )
+        for answer in answers:
+            answer.text = completion(self.tokenizer, answer.prompt, answer.ids)
+        return answers
+
     @torch.no_grad()
-    def rollout(self, queries, step):
-        """Return the Rollout of this rank's share of a step's queries, with answers' rewards."""
-        answers = self.sample_share(queries, step)
-        rewards = self.rewards(answers)
-        return self.make_rollout(answers, rewards, rewards)
+    def rollout(self, queries, step, qat=False):
+        """Return the Rollout of this rank's share of a step's queries, with answers' rewards.
+
+        What is added to the rewards here trains, and marks nothing.
+        """
+        settings = self.settings
+        self.add_columns(queries)
+        share = rank_share(queries, settings, self.runtime)
+        seeds = [(settings.seed, step, number) for number in share]
+        queries = [queries[number] for number in share]
+        begin = time.perf_counter()
+        answers = self.sample(queries, settings.group_size, settings.temperature, seeds, qat)
+        seconds = time.perf_counter() - begin
+        if self.reward_model is None:
+            functions = named_rewards(self.reward_funcs, self.reward_weights)
+            rewards = self.score(answers, functions, min(SLOW_SECONDS, max(0.1, seconds)))
+        else:
+            rewards = judged(self, answers)
+        for answer, reward in zip(answers, rewards.tolist(), strict=True):
+            answer.reward = answer.advantage = reward
+        groups = groups_of(answers, settings.group_size)
+        metrics = answer_metrics(groups, rewards.view(len(groups), -1), seconds, self.runtime)
+        metrics |= reward_means(groups, self.runtime)
+        return Rollout(groups_of(answers, len(answers) // settings.mini_batches), metrics)
 
     def forward(self, batch):
         """Return log-probabilities, values and entropies (B, T), of the state in which a token of an
@@ -6516,7 +6531,7 @@ class PPOTrainer(JudgedTrainer, Stateful):
         return logps, torch.where(batch.mask, values, 0.0), entropy
 
     @torch.no_grad()
-    def experience(self, rollout):
+    def experience(self, rollout, qat=False):
         """Return the rollout's mini-batches, as ppo_loss takes them, and metrics of all ranks' tokens.
 
         KL_TARGET then steers KL_BETA.
@@ -6524,7 +6539,7 @@ class PPOTrainer(JudgedTrainer, Stateful):
         settings = self.settings
         mini_batches = []
         tokens = []  # of the answers: k1, k3, advantage and return
-        with self.weights():
+        with self.weights(qat):
             for answers in rollout.answers:
                 mini_batches.append([])
                 for batch in make_batches(answers, self.runtime.device, self.micro_tokens):
@@ -6559,34 +6574,38 @@ class PPOTrainer(JudgedTrainer, Stateful):
             self.kl_beta = steered(self.kl_beta, answer_kl, settings.kl_target)
         return mini_batches, metrics
 
-    def update(self, rollout, multiplier=1.0):
+    def update(self, rollout, multiplier=1.0, qat=False):
         """Take MINI_BATCHES x EPOCHS optimizer steps at `multiplier` times the learning rates.
 
-        Return what was measured in them.
+        Return what was measured in them. qat: whether the loss is that of the rounded weights.
         """
         begin = time.perf_counter()
         settings = self.settings
         runtime = self.runtime
-        mini_batches, metrics = self.experience(rollout)
+        mini_batches, metrics = self.experience(rollout, qat)
         updates = []
         for batches in mini_batches * settings.epochs:
             tokens = runtime.sum(sum(batch.mask.sum() for batch in batches))
-            sums = torch.zeros(10, device=runtime.device)  # loss, tokens, entropy, ppo_loss's seven
             torch._foreach_zero_([param.grad for param in self.trained.values()])
-            with self.weights():
+            sums = {name: torch.zeros((), device=runtime.device) for name in METRICS}
+            with self.weights(qat):
                 for batch in batches:
                     logps, values, entropy = self.forward(batch)
-                    losses, logged = ppo_loss(logps, values, batch, settings)
+                    losses, parts = ppo_loss(logps, values, batch, settings)
                     loss = losses.sum() / tokens
                     loss.backward()
-                    parts = [loss.detach(), batch.mask.sum(), entropy.sum(), *logged.sum((1, 2))]
-                    sums += torch.stack(parts)
+                    sums["loss"] += loss.detach()
+                    sums["tokens"] += batch.mask.sum()
+                    sums["entropy"] += entropy.sum()
+                    for name, part in parts.items():
+                        sums[name] += part.sum()
             clip = settings.grad_clip_norm
-            norm, sums = reduce_gradients(self.trained.values(), runtime, clip, sums)
-            finite = torch.isfinite(norm + sums[0])  # the gradient and the loss
+            totals = torch.stack([*sums.values()])
+            norm, totals = reduce_gradients(self.trained.values(), runtime, clip, totals)
+            finite = torch.isfinite(norm + totals[0])  # the gradient and the loss
             step_optimizers(self.optimizers, multiplier, finite)
-            updates.append(torch.cat([norm[None], sums]))
-        return metrics | update_metrics(METRICS, updates, time.perf_counter() - begin)
+            updates.append({"grad_norm": norm, **dict(zip(METRICS, totals, strict=True))})
+        return metrics | update_metrics(updates, time.perf_counter() - begin)
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -6614,9 +6633,15 @@ def main():
     judge = load_judge(settings, tokenizer, runtime)
 
     # run folder and log, policy, trainer, averages
-    run, checkpoint = open_run(settings, runtime, network, tokenizer)
-    clock = run.clock
-    plan = run.plan
+    clock = Clock(settings, runtime, replayed_progress(settings))
+    plan = Plan(settings)
+    identity = {name: getattr(settings, name, None) for name in IDENTITY}
+    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
+    run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
+    checkpoint = run.open()
+    if tokenizer.file != "bytes":
+        run.write_file(tokenizer.file, tokenizer.content)
+    choose_kernels(settings.kernels, network, runtime, run.log)
     run.log(start_note(settings, network, tokenizer, source))
     run.log("\n".join(reports))
     run.log(
@@ -6625,9 +6650,14 @@ def main():
     )
     adapt(network, settings, runtime.device)
     trainer = PPOTrainer(
-        network, tokenizer, settings, reward_funcs=rewards, reward_model=judge, runtime=runtime
+        network,
+        tokenizer,
+        settings,
+        reward_funcs=rewards,
+        reward_model=judge,
+        runtime=runtime,
+        log=run.log,
     )
-    trainer.log = run.log
     averages = {}
     for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
         if getattr(settings, name):
@@ -6642,7 +6672,6 @@ def main():
     stop_signal = StopSignal()
     clock.start()
     while True:
-        trainer.qat = plan.is_on("qat")  # of a run that was resumed, too
         if stop_signal.number and not runtime.distributed:
             run.ended = "signal"  # a single process need not ask other ranks
         last_step = bool(run.ended) or clock.is_last(run.step)  # run.step steps are finished
@@ -6651,16 +6680,14 @@ def main():
         # 1. Validate and save; the clock stands still.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
         if val_is_due and run.step and not last_step:
-            with clock.paused(), saved_at_faults(run, metrics):
-                log_step(run, metrics)
-                scores = score_intervals(exam.scores(trainer))
+            with clock.paused(), saved_at_faults(run):
+                scores = score_intervals(exam.scores(trainer, plan.is_on("qat")))
             run.log.metrics(run.step, held_out_metrics(scores))
             samples.scored(f"step {run.step}", exam)
         # Also before step 1: a full disk is found before training, and a run killed early can resume.
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or save_is_due:
             with clock.paused():
-                log_step(run, metrics)
                 run.save()
         if last_step:
             break
@@ -6670,33 +6697,30 @@ def main():
         progress = clock.progress(run.step)
         for name in plan.begin_phases(run.step, progress):
             run.log(f"phase: {name} begins at step {run.step + 1}, {progress:.1%} of the run")
-        trainer.qat = plan.is_on("qat")
         multiplier = plan.rates(progress)
 
         # 3. Sample answers to new prompts, and reward them.
         queries = problems_of_step(problems, run.step, settings.prompts_per_step)
-        with saved_at_faults(run, metrics):
-            rollout = trainer.rollout(queries, run.step)
-
-        # 4. Log the step before.
-        log_step(run, metrics)
+        with saved_at_faults(run):
+            rollout = trainer.rollout(queries, run.step, plan.is_on("qat"))
         samples.trained(rollout, progress)
 
-        # 5. Update the weights and their averages.
+        # 4. Update the weights and their averages.
         with heartbeat(run.log, lambda: f"step {run.step + 1}: updating the weights"):
-            updates = trainer.update(rollout, multiplier)
-        metrics = {**rollout.metrics, **updates, "lr_mul": multiplier, "progress": progress}
+            updates = trainer.update(rollout, multiplier, plan.is_on("qat"))
         for name, average in averages.items():
             if plan.is_on(name):
                 average.update(progress)
+        metrics = {**rollout.metrics, **updates, "lr_mul": multiplier, "progress": progress}
         report = [updates["loss"], updates["grad_norm"], stop_signal.number]
         loss, norm, stop = torch.tensor(report, device=runtime.device)
         clock.send_report(loss, norm, runtime.sum(stop))
         run.step += 1
 
+        # 5. Log the step: its numbers are on the host already, so nothing is waited for.
+        log_step(run, metrics)
         is_silent = is_silent and metrics["reward_std"] <= 1e-6 * abs(metrics["reward"])
         if is_silent and run.step == FIRST_STEPS:
-            log_step(run, metrics)
             run.save()
             reason = (
                 f"in each of the first {FIRST_STEPS} steps all samples have one reward "

@@ -18,7 +18,6 @@ from conftest import BYTES, ROOT, blocks, environment, load_tool, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 both = pytest.mark.parametrize("M", [G, P], ids=["grpo", "gspo"])
-EPISODE_TRAINERS = {G: G.GRPOEpisodeTrainer, P: P.GSPOEpisodeTrainer}
 
 
 class Counting:
@@ -42,15 +41,17 @@ def trainer(M, environment, network=None, **changes):
     environment: None for a trainer of prompts and reward functions.
     """
     changes = dict(max_new_tokens=100, group_size=4, temperature=1.0, max_turns=8) | changes
-    trainers = TRAINERS if environment is None else EPISODE_TRAINERS
-    made = trainers[M](
-        network or policy(M),
-        BYTES,
-        M.Settings(mini_batches=1, prompts_per_step=4, **changes),
-    )
-    made.environment = environment
+    settings = M.Settings(mini_batches=1, prompts_per_step=4, **changes)
+    made = TRAINERS[M](network or policy(M), BYTES, settings, environment=environment)
     made.stop = frozenset(range(0, 264, 6))
     return made
+
+
+def first_answers(own, queries):
+    """The answers of the first step to queries, before they are rewarded."""
+    settings = own.settings
+    seeds = [(settings.seed, 0, number) for number in range(len(queries))]
+    return own.sample(queries, settings.group_size, settings.temperature, seeds)
 
 
 @both
@@ -69,7 +70,7 @@ def test_tokens_of_the_environment_are_context_and_log_probabilities_are_exact(
     monkeypatch.setattr(
         M.Decoder, "read", lambda self, ids: lengths.append(ids.size(1)) or read(self, ids)
     )
-    answers = own.sample_share(range(3), 0)
+    answers = first_answers(own, range(3))
     if every == 1:
         # The prompt, then an answer of one token and what is said to it: three times, then the end.
         said = len(M.observation_ids(BYTES, "<1>"))
@@ -215,20 +216,19 @@ def test_an_environment_with_a_fault_does_not_end_a_run(monkeypatch, kind):
     logged = []
     own.log = logged.append
     queries = [*range(1, 17)]
-    answers = own.sample_share(queries, 0)
+    answers = first_answers(own, queries)
     bad = [answer for answer in answers if answer.fault]
     assert {answer.environment and answer.environment.bad for answer in bad} == {True}
     assert 0 < len(bad) <= 4 and KINDS[kind] in bad[0].fault
-    values = own.rewards(answers)
+    values = G.episode_rewards(own, answers)
     assert torch.isfinite(values).all()
     said = (
         f"environment: {len(bad)} of 64 episodes have a fault; the first, seed 16: {bad[0].fault}"
     )
     assert logged == [said]
-    rollout = own.make_rollout(answers, values, values)
     assert all(answer.ids and set(answer.logps) == {None} for answer in bad)
     assert all(None not in answer.logps[:1] for answer in answers if not answer.fault)
-    metrics = own.update(rollout)
+    metrics = own.update(own.rollout(queries, 0))
     assert math.isfinite(metrics["grad_norm"])
     monkeypatch.setattr(Faulty, "every", 1)
     monkeypatch.setattr(Faulty, "kind", "step raises")
@@ -243,9 +243,12 @@ def test_a_dropped_episode_has_the_mean_of_its_group():
     for value in values:
         total = value or 0.0
         answers.append(
-            SimpleNamespace(fault="" if value else "x", query=1, total=lambda _, total=total: total)
+            SimpleNamespace(
+                fault="" if value else "x", query=1, ids=[], total=lambda _, total=total: total
+            )
         )
-    assert own.rewards(answers).tolist() == [1.0, 2.0, 3.0, 6.0, 0.0, 0.0, 0.0, 0.0]
+    found = G.episode_rewards(own, answers)
+    assert found.tolist() == [1.0, 2.0, 3.0, 6.0, 0.0, 0.0, 0.0, 0.0]
     assert own.score(answers, ()).tolist() == [1, 2, 0, 6, 0, 0, 0, 0]
 
 

@@ -109,11 +109,11 @@ def logits_alone(net, prompts, more):
     return torch.cat([logits_of(net, [ids])[:, -more.size(1) - 1 :] for ids in texts])
 
 
-def check_steps(net, prompts, more, moves, tolerance):
+def check_steps(net, prompts, more, moves, tolerance, compiled=False):
     """Check each step's logits against those of whole passes; moves: step -> rows that stay."""
     alone = logits_alone(net, prompts, more)
     assert alone.std(-1).min() > 0.1  # not a network that says the same of everything
-    decoder = S.Decoder(net, prompts)
+    decoder = S.Decoder(net, prompts, compiled)
     order = torch.arange(len(prompts))
     torch.testing.assert_close(decoder.logits, alone[:, 0], rtol=0, atol=tolerance)
     for step in range(more.size(1)):
@@ -157,12 +157,11 @@ def test_room_grows_with_the_text():
 def test_compiled_steps_are_the_plain_ones():
     """Also when rows leave and the room grows, without another compilation."""
     net = mixed(torch.float32)
-    net.compiled = True
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     moves = {20: [0, 2, 3, 4], 50: [1, 2]}
     with torch.no_grad():
-        check_steps(net, prompts_of(4, 3, 9, 17, 5, 8), texts(9, 5, 70), moves, 1e-4)
+        check_steps(net, prompts_of(4, 3, 9, 17, 5, 8), texts(9, 5, 70), moves, 1e-4, compiled=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

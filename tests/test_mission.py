@@ -51,10 +51,6 @@ SMALL = dict(model_dim=32, num_heads=2, attn_window=8, mlp_mult=2.0, train_seq_l
 IDS = torch.randint(2, 20, (2, 17), generator=torch.Generator().manual_seed(0))
 
 
-def missing(issue):
-    return pytest.mark.xfail(strict=True, reason=f"issue {issue}")
-
-
 def network(**changes):
     """Return a network of train_gpt.py by settings, random in every weight."""
     torch.manual_seed(0)
@@ -494,11 +490,21 @@ def test_clips_are_asymmetric_and_advantages_are_of_groups(module):
     assert logps.grad.flatten().tolist() == pytest.approx([0, up, -down, 0], abs=1e-6)
 
 
-@missing(46)
-def test_groups_of_one_reward_are_sampled_again():
-    assert any(
-        "resample" in name or "dynamic" in name for name in train_grpo.Settings.__dataclass_fields__
-    )
+@pytest.mark.parametrize("module", [train_grpo, train_gspo], ids=["grpo", "gspo"])
+def test_groups_of_one_reward_are_sampled_again(module):
+    """A reward that all answers to the first prompt get: other answers take their place."""
+    name = module.__name__.removeprefix("train_").upper()
+    shape = dict(max_new_tokens=3, group_size=8, mini_batches=1, prompts_per_step=2)
+    left = []
+    for rounds in (0, 4):
+        settings = module.Settings(**shape, resample_rounds=rounds)
+        own = getattr(module, f"{name}Trainer")(small_network(), BYTES, settings)
+        own.reward_funcs = lambda prompts, completions: [
+            prompt == "a" or sum(map(ord, text)) % 2
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        left.append(own.train_step(["a", "b"])["zero_variance"])
+    assert left == [0.5, 0.0]
 
 
 def test_advantages_of_ppo_are_gae():
@@ -536,8 +542,7 @@ def test_conversations_with_an_environment_are_learned_from():
     settings = train_grpo.Settings(
         max_new_tokens=40, group_size=4, mini_batches=1, prompts_per_step=1, max_turns=3
     )
-    own = train_grpo.GRPOEpisodeTrainer(small_network(), BYTES, settings)
-    own.environment = Echo
+    own = train_grpo.GRPOTrainer(small_network(), BYTES, settings, environment=Echo)
     own.stop = frozenset(range(0, 264, 6))  # answers are short
     metrics = own.train_step([0])
     assert 1.0 <= metrics["reward"] <= 2.0

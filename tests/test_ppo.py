@@ -192,12 +192,13 @@ def case(seed, width=6, pad=0.0):
 
 def measured(made, settings):
     """Sum of the losses, its gradients by log-probabilities and values, and the seven sums."""
-    losses, logged = P.ppo_loss(made.logps, made.values, made.batch, settings)
-    assert not logged.requires_grad and logged.shape == (7, *made.mask.shape)
+    losses, parts = P.ppo_loss(made.logps, made.values, made.batch, settings)
+    assert [*parts] == [*P.METRICS[3:]]
+    assert not any(part.requires_grad for part in parts.values())
     return (
         losses.sum().detach(),
         *torch.autograd.grad(losses.sum(), (made.logps, made.values)),
-        logged.sum((1, 2)),
+        torch.stack([part.sum() for part in parts.values()]),
     )
 
 

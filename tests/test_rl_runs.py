@@ -41,19 +41,19 @@ FEW = "T.EVAL_SAMPLES = 2\n"  # patch: samples of each held-out problem
 RECORDED = """
 import json, os
 moments = T.update_metrics
-def recorded(names, updates, seconds):
-    found = moments(names, updates, seconds)
+def recorded(updates, seconds):
+    found = moments(updates, seconds)
     with open(f"{os.environ['OUT_DIR']}.{os.environ.get('RANK', 0)}", "a") as file:
         print(json.dumps({**found, **seen}), file=file)
     return found
 T.update_metrics = recorded
 seen = {}
-make_rollout = T.PolicyTrainer.make_rollout
+answer_metrics = T.answer_metrics
 def rolled(*args):
-    rollout = make_rollout(*args)
-    seen.update(rollout.metrics)
-    return rollout
-T.PolicyTrainer.make_rollout = rolled
+    found = answer_metrics(*args)
+    seen.update(found)
+    return found
+T.answer_metrics = rolled
 """
 REWARDS = """
 calls = 0
@@ -87,6 +87,8 @@ class RlPlace(Place):
         (folder / "rewards.py").write_text(REWARDS)
 
     def begin(self, out, patch="", script="", **changes):
+        if script == "train_gspo":
+            changes = {"RESAMPLE_ROUNDS": 2, **changes}
         return super().begin(out, FEW + patch, script, **changes)
 
 
@@ -387,7 +389,7 @@ def test_a_reward_that_fails_is_one_line_and_the_run_can_go_on(place, name):
     ends as it would.
     """
     out = f"reward {name}"
-    given = {**SHORT, "ITERATIONS": 3, "EVAL_PROMPTS": 4}
+    given = {**SHORT, "ITERATIONS": 3, "EVAL_PROMPTS": 4, "RESAMPLE_ROUNDS": 0}
     rewards = place.folder / "rewards.py"
     line = place.refused(out, script="train_gspo", REWARD=f"{rewards}:{name}", **given)
     assert re.fullmatch(rf"error: {BAD_REWARDS[name]}\n", line), line
@@ -395,7 +397,7 @@ def test_a_reward_that_fails_is_one_line_and_the_run_can_go_on(place, name):
     if name == "nan":
         mended = place.folder / "mended.py"
         mended.write_text("from rewards import score as nan\n")
-        place.resume(out, script="train_gspo", REWARD=f"{mended}:nan")
+        place.resume(out, script="train_gspo", REWARD=f"{mended}:nan", RESAMPLE_ROUNDS=None)
         place.run("right", script="train_gspo", REWARD=f"{mended}:nan", **given)
         place.same(out, "right")
 

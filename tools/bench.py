@@ -641,8 +641,9 @@ def make_generators(
     streams = [(row,) for row in range(batch)]
 
     def ours(compiled: bool) -> torch.Tensor:
-        network.compiled = compiled
-        samples = sample.generate(network, prompts.tolist(), 1, new, 1.0, streams, frozenset())
+        samples = sample.generate(
+            network, prompts.tolist(), 1, new, 1.0, streams, frozenset(), compiled=compiled
+        )
         return torch.tensor([drawn.ids for drawn in samples])
 
     def theirs() -> torch.Tensor:

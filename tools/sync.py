@@ -72,7 +72,10 @@ ORDER = (
     "intervals",
     "pairs",
     "samples",
+    "answers",
     "policy",
+    "exam",
+    "policy_run",
     "environment",
     "judge",
 )

@@ -155,8 +155,8 @@ def play(name: str, rules: str, folder: Path, out: Path) -> dict[str, list[float
     game = GAMES[name]
     network, tokenizer, _ = script.load_model("INIT_FROM", str(folder))
     settings = script.Settings(max_turns=game.max_turns, max_new_tokens=200)
-    trainer = script.GRPOEpisodeTrainer(network, tokenizer, settings)
-    trainer.environment = script.load_environment(environment_of(game, rules, out))
+    environment = script.load_environment(environment_of(game, rules, out))
+    trainer = script.GRPOTrainer(network, tokenizer, settings, environment=environment)
     queries = range(FIRST_GAME, FIRST_GAME + GAMES_PLAYED)
     seeds = [(0, number) for number in range(GAMES_PLAYED)]
     episodes = trainer.sample(queries, 1, 0.0, seeds)
