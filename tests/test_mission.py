@@ -308,7 +308,7 @@ def test_a_memory_snapshot_needs_cuda(place):
 
 def test_mixtures_are_read_by_share(tiny_data):
     both = f"{tiny_data}:0.75,{tiny_data}:0.25"
-    assert T.parse_mixture(both) == ((str(tiny_data),) * 2, pytest.approx([0.75, 0.25]))
+    assert T.parse_mixture(both) == ([str(tiny_data)] * 2, pytest.approx([0.75, 0.25]))
 
 
 # ------------------------------------------------------------------- data, tokens, records, trackers
