@@ -67,19 +67,6 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert len(orders) == 25
 
 
-@pytest.mark.parametrize("windows", [100, 1000, 10007])
-def test_every_step_reads_from_all_over_the_stream(windows):
-    """The windows of ten steps of 16, in tenths of the stream: chi-squared with 9 degrees of
-    freedom.
-    """
-    found = order(range(min(windows, 160)), windows)
-    counts = np.bincount(np.array(found) * 10 // windows, minlength=10)
-    expected = len(found) / 10
-    assert ((counts - expected) ** 2 / expected).sum() < 27.9  # exceeded by chance once in 1000
-    in_turn = sum(abs(a - b) == 1 for a, b in zip(found[1:], found, strict=False))
-    assert in_turn <= 2 + 6 * len(found) / windows
-
-
 def test_a_row_is_its_window_and_the_last_target(stream):
     one = batches(stream)
     for step in (0, 1, 7, 200):

@@ -303,7 +303,6 @@ def packed_run(folder, **changes):
         run_id="a",
         compile=False,
         device="cpu",
-        dtype="float32",
         train_seq_len=16,
         **changes,
     )
@@ -317,16 +316,20 @@ def packed_run(folder, **changes):
     return run, run.folder / "model.upar"
 
 
-@pytest.mark.parametrize(("stride", "stateful"), [(0, False), (8, True), (16, False)])
-def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful):
-    """From the file alone. A stride of a whole window would be the plain score."""
+WAYS = [(0, False, "bfloat16"), (8, True, "float32"), (16, False, "float32")]
+
+
+@pytest.mark.parametrize(("stride", "stateful", "dtype"), WAYS)
+def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful, dtype):
+    """From the file alone, in the dtype of training. A stride of a window would be the plain score."""
     tokens = text(documents_of(LENGTHS), 99)
-    run, path = packed_run(tmp_path, eval_stride=stride, eval_stateful=stateful)
+    run, path = packed_run(tmp_path, eval_stride=stride, eval_stateful=stateful, dtype=dtype)
     found = T.score_artifact(path, scorer(16, 4), SimpleNamespace(val=tokens), run)
 
     header, tensors, _ = T.read_artifact(path)
     network = T.GPT(T.GPTConfig(**header["settings"]))
     network.load_state_dict(tensors)
+    network.dtype = getattr(torch, dtype)
     plain = scorer(16, 4).score(network, tokens)
     expected = plain.result()
     lines = [f"from the artifact: val_{plain}"]
