@@ -625,7 +625,7 @@ def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path, 
         refuses(message, parts)
     # Rank 0 reads for all, and says so before there is a log.
     assert capsys.readouterr().err.count("DATA_PATH: reading all documents") == 2
-    both = data.Settings(data_path=f"{a}:1,{b}:2", train_seq_len=4, holdout_tokens=10)
+    both = data.Settings(data_path=f"{a}:1,{b}:2", train_seq_len=4)
     assert len(data.open_data(both, rank=1).streams) == 2 and not capsys.readouterr().err
     assert len(opened(f"{a}:1,{c}:1").val.tokens) == sum(len(text) + 1 for text in val) + 6
     assert len(opened(b).val.tokens) == 5  # one part alone: its own manifest counts
