@@ -184,7 +184,7 @@ def test_seconds_steps_and_tokens(plan):
             "RESERVE_SECONDS=12.0: must be below MAX_WALLCLOCK_SECONDS=9.0",
         ),
         ({"NUM_LAYER": 4}, "did you mean NUM_LAYERS?"),
-        ({"DATA_PATH": "."}, "manifest.json that can be read"),
+        ({"DATA_PATH": "."}, "DATA_PATH must be a folder that "),
     ],
 )
 def test_what_would_stop_a_run_stops_its_plan(plan, changes, said):
