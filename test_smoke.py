@@ -402,7 +402,7 @@ MISTAKES = [
     ({"ITERATIONS": "ten"}, "ITERATIONS='ten': must be a whole number"),
     ({"MATRIX_BITS": 9}, "MATRIX_BITS=9: must be a whole number from 2 to 8"),
     ({"CONFIG": "none.env"}, "CONFIG='none.env': must be a file of text in UTF-8"),
-    (shutil.rmtree, "data/manifest.json that can be read .*data/prepare.py"),
+    (shutil.rmtree, "data/manifest.json: .Errno 2. No such file .*data/prepare.py"),
     (remove_shard, "train_000000.bin: no such file"),
     (shorten("train"), "train_000000.bin: truncated, damaged or "),
     (shorten("val"), "val_000000.bin: truncated, damaged or "),
