@@ -3284,7 +3284,8 @@ def stored_shape(meta):
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
     identity = meta.get("identity", {})
-    names = identity.keys() & GPTConfig.__dataclass_fields__
+    # In the order of the fields: an artifact's header has it, and the same input gives the same bytes.
+    names = [name for name in GPTConfig.__dataclass_fields__ if name in identity]
     return meta.get("shape") or {name: identity[name] for name in names}
 
 
@@ -3458,13 +3459,10 @@ class Weights:
 
 
 def chosen_weights(folder):
-    """Return which weights of a run were packed; `raw` if nothing says it.
-
-    The folder `final` says it itself, for another checkpoint the result.json of the run.
-    """
-    for path in (folder / "meta.json", folder / "result.json", folder.parent / "result.json"):
+    """Return which weights of a run were packed, by its result.json; `raw` without one."""
+    for run in (folder, folder.parent):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            chosen = read_json(path)["weights"]
+            chosen = read_json(run / "result.json")["weights"]
             if chosen in AVERAGES:
                 return chosen
     return "raw"
@@ -3524,16 +3522,17 @@ def read_checkpoint(folder, average):
             return Weights(folder, tensors, meta["shape"], meta["header"], coded)
         shape = stored_shape(meta)
         training = {}
-        if (folder / "training.pt").is_file():  # the folder `final` of a run has none
+        if (folder / "training.pt").is_file():
             training = load(folder / "training.pt")
-        # The model.pt of `final` has the weights that were packed, that of another checkpoint raw ones.
-        if average != meta.get("weights", "raw"):
-            collected = training.get(average, {}).get("count", 0)
-            require(collected > 0, "none had been collected when it was saved")
-            # An average has what was trained, in its order.
-            trained = [name for name in tensors if ".lora_" in name] or tensors
-            tensors |= dict(zip(trained, training[average]["values"], strict=True))
-            require_weights(tensors)
+            if average != "raw":  # what was trained, in its order
+                collected = training.get(average, {}).get("count", 0)
+                require(collected > 0, "none had been collected when it was saved")
+                trained = [name for name in tensors if ".lora_" in name] or tensors
+                tensors |= dict(zip(trained, training[average]["values"], strict=True))
+                require_weights(tensors)
+        else:  # the folder `final` of a run
+            packed = chosen_weights(folder)
+            require(average == packed, f"it has the {packed} weights, which were packed, alone")
         return Weights(
             folder,
             merge_adapters(tensors),

@@ -3402,7 +3402,8 @@ def stored_shape(meta):
     Older checkpoints have it among the identity of their run, whose other values are left out.
     """
     identity = meta.get("identity", {})
-    names = identity.keys() & GPTConfig.__dataclass_fields__
+    # In the order of the fields: an artifact's header has it, and the same input gives the same bytes.
+    names = [name for name in GPTConfig.__dataclass_fields__ if name in identity]
     return meta.get("shape") or {name: identity[name] for name in names}
 
 

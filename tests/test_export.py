@@ -180,9 +180,8 @@ def test_a_run_meets_a_limit_and_uses_it(place, tight, limit):
     assert 0.95 * room <= tight["artifact_bytes"] <= room and tight["total_bytes"] <= limit
     log = place.log("tight")
     parts = ["phase: qat begins at step 26", "\nsizes: ", "step:30/30 train_loss:"]
-    parts += ["weights: raw", " chosen\nsizes: ", "\nplan: warmup"]
+    parts += ["weights: raw", " chosen\nsizes: "]
     places = [log.find(part) for part in parts]
-    places[-1] = log.rfind(parts[-1])
     assert -1 not in places and places == sorted(places)
     bpb = tight["before_quantization"]["val_bpb"]
     assert tight["val_bpb"] == pytest.approx(bpb, rel=0.05)
