@@ -4812,6 +4812,7 @@ def main():
         "tokenizer_sha256": tokenizer.sha256,
         "data_shares": data.shares,
         "init_from": settings.init_from or None,
+        "holdout_tokens": HOLDOUT_TOKENS,  # a setting of older runs
     }
     run = Run(settings, runtime, plan, clock, identity, asdict(config))
     checkpoint = run.open()
