@@ -37,8 +37,8 @@ SHAPE = dict(
 def make(script, settings=None, dtype=None):
     """Return a network with weights that are not zero, the same for every script."""
     config = T.model_config(settings or T.Settings(**SHAPE), 300, 1)
-    network = script.GPT(script.GPTConfig(**vars(config)))
     torch.manual_seed(0)
+    network = script.GPT(script.GPTConfig(**vars(config)))
     add_noise(network, 0.05)
     network.dtype = dtype
     return network
@@ -109,8 +109,9 @@ def test_the_artifact(tmp_path):
     settings = script.Settings(**SHAPE)
     network = make(script, settings)
     header = {"settings": vars(network.config), "tokenizer_sha256": "0" * 64, "meta": {}}
-    run = SimpleNamespace(runtime=script.Runtime(0, 1, torch.device("cpu"), False), log=print)
-    _, data = script.fit_artifact(network, script.quant_table(settings), 10**6, header, run)
+    runtime = script.Runtime(0, 1, torch.device("cpu"), False)
+    run = SimpleNamespace(runtime=runtime, settings=settings, log=print)
+    _, data = script.fit_artifact(network, 1.0, 10**6, header, run)
     (tmp_path / "a.upar").write_bytes(data)
     header, tensors, _ = script.read_artifact(tmp_path / "a.upar")
     rebuilt = script.GPT(script.GPTConfig(**header["settings"]))

@@ -212,8 +212,8 @@ def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
     page = page_of(monkeypatch, tmp_path / "p.html", copy, grpo, runs["gpt"])
     assert "plots of 3 runs\n" in capsys.readouterr().out
     # Three axes for each of training loss, validation loss, bits per byte; for reward and pass1;
-    # two held-out scores, eleven numbers of the step lines; schedules, times; bytes, errors.
-    assert page.count("<svg") == 3 * 3 + 3 * 2 + 2 + 11 + 3 * 2 + 2
+    # two held-out scores, twelve numbers of the step lines; schedules, times; bytes, errors.
+    assert page.count("<svg") == 3 * 3 + 3 * 2 + 2 + 12 + 3 * 2 + 2
     shown = {
         name,
         "Pretraining",
