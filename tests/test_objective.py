@@ -1106,7 +1106,7 @@ WRONG_SETTINGS = [
         "PROMPTS_PER_STEP=6: must be a multiple of MINI_BATCHES x ranks = 4",
     ),
     (G, dict(ratio_limit=1.05), "RATIO_LIMIT=1.05: must be 0, or above the band, 1.28"),
-    (G, dict(left_clip_range=-1), "LEFT_CLIP_RANGE=-1: must be a number from 0 to inf"),
+    (G, dict(left_clip_range=-1), "LEFT_CLIP_RANGE=-1.0: must be a number from 0 to inf"),
     (S, dict(importance="tokens"), "IMPORTANCE='tokens': must be one of sequence, token"),
 ]
 
