@@ -2229,15 +2229,20 @@ def check_gdn(config, ids, dtype, device):
 
 
 def choose_kernels(choice, network, runtime, log):
-    """Fill FAST with the forms that are at hand and agree with the plain ones; log why.
+    """Fill FAST with the forms that the layers can use and that agree with the plain ones; log why.
 
     choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
     form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
     the plain form has no error. Raises UserError if fla is asked for and left out.
     """
     FAST.clear()
+    layers = set(network.config.layers.split())
     if choice != "plain" and runtime.device.type == "cuda":
-        FAST.update(attention=varlen_attend, gdn=fla_gdn)
+        # fla takes a minute to compile, so nothing is checked that no layer uses.
+        if layers - {"g"}:
+            FAST["attention"] = varlen_attend
+        if "g" in layers:
+            FAST["gdn"] = fla_gdn
     checks = {"attention": check_attention, "gdn": check_gdn}
     config = network.config
     dtype = network.dtype or torch.bfloat16
@@ -2255,7 +2260,7 @@ def choose_kernels(choice, network, runtime, log):
         log(f"kernels: {name} {'taken' if good else 'left out'}: {reason}")
         if not good:
             del FAST[name]
-    if choice == "fla" and "gdn" not in FAST:
+    if choice == "fla" and "g" in layers and "gdn" not in FAST:
         raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
 
 

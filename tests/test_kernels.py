@@ -28,9 +28,9 @@ def plain_forms():
 
 
 # ------------------------------------------------------------------------------ choice and check
-def network(dtype=torch.bfloat16):
+def network(dtype=torch.bfloat16, layers="g s"):
     config = T.GPTConfig(
-        500, 1, "g s", "rms rms", 160, model_dim=128, num_heads=2, num_kv_heads=1, attn_window=16
+        500, 1, layers, "rms rms", 160, model_dim=128, num_heads=2, num_kv_heads=1, attn_window=16
     )
     return SimpleNamespace(config=config, dtype=dtype)
 
@@ -46,6 +46,16 @@ def choose(monkeypatch, forms, choice="auto", dtype=torch.bfloat16):
     torch.manual_seed(0)
     T.choose_kernels(choice, network(dtype), T.Runtime(0, 1, device, False), lines.append)
     return lines
+
+
+@pytest.mark.parametrize("layers, kept", [("g g", ["gdn"]), ("a s", ["attention"])])
+def test_forms_that_no_layer_uses_are_not_checked(monkeypatch, layers, kept):
+    for name in ("check_attention", "check_gdn"):
+        monkeypatch.setattr(T, name, lambda *_: torch.tensor([0.1, 0.1]))
+    runtime = T.Runtime(0, 1, SimpleNamespace(type="cuda"), False)
+    T.choose_kernels("fla" if "g" in layers else "auto", network(layers=layers), runtime, str)
+    assert list(T.FAST) == kept
+    T.FAST.clear()
 
 
 def on_cpu(check):
