@@ -264,6 +264,7 @@ OUR_SETTINGS = {
     "LEFT_CLIP_RANGE",
     "LORA_ALPHA",
     "LORA_RANK",
+    "LOSS",
     "LR_FLOOR",
     "LR_SCHEDULE",
     "MARGIN",

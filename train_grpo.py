@@ -149,6 +149,8 @@ class Settings:
     # of the distribution that samples; sample.py takes 0: always the likeliest token
     temperature: float = bounded(0.5, 0.01, 100.0)
     # objective
+    # clip: PPO's surrogate; cispo: log-probabilities, whose weights are ratios inside the band
+    loss: Literal["clip", "cispo"] = "clip"
     left_clip_range: float = 0.2  # below 1, for the ratio of probabilities
     right_clip_range: float = 0.28  # above 1
     # largest ratio where the advantage is negative, which RIGHT_CLIP_RANGE does not bound; 0: none
@@ -201,6 +203,10 @@ class Settings:
             raise UserError(
                 f"RATIO_LIMIT={self.ratio_limit}: must be 0, or above the band, "
                 f"{1 + self.right_clip_range}"
+            )
+        if self.ratio_limit and self.loss == "cispo":
+            raise UserError(
+                f"RATIO_LIMIT={self.ratio_limit}: LOSS=cispo keeps all ratios in its band; must be 0"
             )
 
 
@@ -329,6 +335,7 @@ OUR_SETTINGS = {
     "LEFT_CLIP_RANGE",
     "LORA_ALPHA",
     "LORA_RANK",
+    "LOSS",
     "LR_FLOOR",
     "LR_SCHEDULE",
     "MARGIN",
@@ -6120,8 +6127,17 @@ def nats_per_token(trainer, answers):
 # === shared: policy_run ===
 # What must stay when a run is resumed, beside the model's shape and the tokenizer.
 IDENTITY = (
-    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
-).split()
+    "seed",
+    "optimizer",
+    "train_files",
+    "val_files",
+    "eval_prompts",
+    "prompts_per_step",
+    "group_size",
+    "lora_rank",
+    "reward_model",
+    "environment",
+)
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
 
@@ -6554,7 +6570,7 @@ def policy_loss(logps, batch, settings):
     gap, |log p_old - what the sampler computed|.
 
     The loss is the clipped surrogate (arXiv 1707.06347, equation 7) with a band that may be
-    asymmetric (2503.14476), plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. An
+    asymmetric (2503.14476), or CISPO's, plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. An
     active clip leaves KL_BETA's gradient alone.
     """
     advantages = batch.advantages[:, None]
@@ -6562,18 +6578,23 @@ def policy_loss(logps, batch, settings):
     high = 1 + settings.right_clip_range
     delta = (logps - batch.old) * batch.mask
     ratio = delta.exp()
-    limited = ratio.clamp(max=settings.ratio_limit or math.inf)
-    loss = -torch.minimum(limited * advantages, ratio.clamp(low, high) * advantages)
+    outside = (ratio < low) | (ratio > high)
+    if settings.loss == "cispo":  # no token loses its gradient (arXiv 2506.13585, equation 4)
+        loss = -ratio.detach().clamp(low, high) * advantages * logps
+        active = outside
+    else:
+        limited = ratio.clamp(max=settings.ratio_limit or math.inf)
+        loss = -torch.minimum(limited * advantages, ratio.clamp(low, high) * advantages)
+        below = (ratio < low) | (limited < ratio)
+        active = torch.where(advantages < 0, below, (ratio > high) & (advantages > 0))
 
     reference = logps.detach() if batch.reference is None else batch.reference
     x = (reference - logps) * batch.mask
     kl = x.exp() - x - 1
 
-    below = (ratio < low) | (limited < ratio)
-    active = torch.where(advantages < 0, below, (ratio > high) & (advantages > 0))
     parts = {
         "clip_active": active,
-        "clip_outside": (ratio < low) | (ratio > high),
+        "clip_outside": outside,
         "log_ratio": delta.abs(),
         "kl": kl,
         "sampler_gap": (batch.old - batch.sampled).abs(),

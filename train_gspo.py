@@ -325,6 +325,7 @@ OUR_SETTINGS = {
     "LEFT_CLIP_RANGE",
     "LORA_ALPHA",
     "LORA_RANK",
+    "LOSS",
     "LR_FLOOR",
     "LR_SCHEDULE",
     "MARGIN",
@@ -6116,8 +6117,17 @@ def nats_per_token(trainer, answers):
 # === shared: policy_run ===
 # What must stay when a run is resumed, beside the model's shape and the tokenizer.
 IDENTITY = (
-    "seed train_files val_files eval_prompts prompts_per_step group_size lora_rank reward_model environment"
-).split()
+    "seed",
+    "optimizer",
+    "train_files",
+    "val_files",
+    "eval_prompts",
+    "prompts_per_step",
+    "group_size",
+    "lora_rank",
+    "reward_model",
+    "environment",
+)
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
 

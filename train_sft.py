@@ -322,6 +322,7 @@ OUR_SETTINGS = {
     "LEFT_CLIP_RANGE",
     "LORA_ALPHA",
     "LORA_RANK",
+    "LOSS",
     "LR_FLOOR",
     "LR_SCHEDULE",
     "MARGIN",
@@ -5542,9 +5543,19 @@ def fit_network(network, tokenizer, source, settings):
 
 # Settings that must not change when a run is resumed. A script has some of them.
 IDENTITY = (
-    "seed lora_rank train_files val_files eval_prompts train_on train_batch_tokens teacher kd_loss "
-    "objective pairs_per_step"
-).split()
+    "seed",
+    "optimizer",
+    "lora_rank",
+    "train_files",
+    "val_files",
+    "eval_prompts",
+    "train_on",
+    "train_batch_tokens",
+    "teacher",
+    "kd_loss",
+    "objective",
+    "pairs_per_step",
+)
 
 
 def open_run(settings, steps, network, tokenizer, runtime, data_sha256):

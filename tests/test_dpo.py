@@ -600,6 +600,8 @@ def test_no_checkpoint_goes_on_with_other_rows(place, straight):
         files.write_bytes(content)
     line = place.refused("changed", **{**unset, "TRAIN_FILES": f"{files}:0.5"})
     assert re.match(r"error: TRAIN_FILES='.*:0.5': must stay '.*' under RESUME$", line), line
+    line = place.refused("changed", **{**unset, "OPTIMIZER": "adafactor"})
+    assert re.match(r"error: OPTIMIZER='adafactor': must stay '\w+' under RESUME$", line), line
 
 
 # ---------------------------------------------------------------------------------------- the guide

@@ -205,6 +205,29 @@ def test_objectives_are_their_closed_forms(M, changes, seed):
         assert abs((moved[0] - moved[1]) / 2e-6 - slopes[tuple(at)]) < 1e-8
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_cispo_is_its_closed_form(seed):
+    """Loss and gradient of each token: its ratio, bounded and constant, times advantage and log p."""
+    settings = G.Settings(loss="cispo", reduction="dapo", kl_beta=0.1, **BAND)
+    rows = case(seed)
+    loss, slopes, sums = measured(G, tensors_of(rows), settings)
+    low, high = 1 - settings.left_clip_range, 1 + settings.right_clip_range
+    expected, own_slopes, outside = 0.0, [], 0
+    for now, old, ref, A in zip(rows.logps, rows.old, rows.reference, rows.advantages, strict=True):
+        own_slopes.append([])
+        for p, q, reference in zip(now, old, ref, strict=True):
+            ratio = math.exp(p - q)
+            weight = min(max(ratio, low), high)
+            kl = math.exp(reference - p) - (reference - p) - 1
+            expected += (-weight * A * p + 0.1 * kl) / sum(LENGTHS)
+            slope = -weight * A + 0.1 * (1 - math.exp(reference - p))
+            own_slopes[-1].append(slope / sum(LENGTHS))
+            outside += not low <= ratio <= high
+    assert abs(loss - expected) < 1e-10 and outside > 0
+    assert (slopes - padded(own_slopes, 6, 0.0)).abs().max() < 1e-10
+    assert sums[0] == sums[1] == outside
+
+
 def test_weights_of_tokens_count_the_whole_mini_batch():
     """13 samples and 50 tokens in all, of which 20 on this one of 2 ranks, and 4 in this micro-batch."""
     mask, total = torch.tensor([[0, 1, 1, 1], [1, 0, 0, 0]]) > 0, torch.tensor([13, 50, 20])
@@ -229,7 +252,7 @@ def test_the_defaults_are_the_papers():
         and G.Settings.reduction == S.Settings.importance == "sequence"
     )
     fields = [{field.name for field in dataclasses.fields(M.Settings)} for M in (G, S)]
-    assert fields[0] ^ fields[1] == {"reduction", "ratio_limit", "importance"}
+    assert fields[0] ^ fields[1] == {"loss", "reduction", "ratio_limit", "importance"}
 
 
 @each_script
@@ -1106,6 +1129,11 @@ WRONG_SETTINGS = [
         "PROMPTS_PER_STEP=6: must be a multiple of MINI_BATCHES x ranks = 4",
     ),
     (G, dict(ratio_limit=1.05), "RATIO_LIMIT=1.05: must be 0, or above the band, 1.28"),
+    (
+        G,
+        dict(ratio_limit=2.0, loss="cispo"),
+        "RATIO_LIMIT=2.0: LOSS=cispo keeps all ratios in its band; must be 0",
+    ),
     (G, dict(left_clip_range=-1), "LEFT_CLIP_RANGE=-1.0: must be a number from 0 to inf"),
     (S, dict(importance="tokens"), "IMPORTANCE='tokens': must be one of sequence, token"),
 ]

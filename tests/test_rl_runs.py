@@ -241,14 +241,17 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     assert resumed[-1] == whole[-1]
 
 
-def test_a_resumed_run_keeps_its_held_out_problems(place, straight):
-    """Other ones would have no scores from before training."""
+def test_a_resumed_run_keeps_its_problems_and_its_optimizer(place, straight):
+    """Other problems would have no scores from before training, another optimizer no state."""
     out = f"{straight} kept"
     shutil.copytree(place.of(straight), place.of(out))
     (place.of(out) / "result.json").unlink()
     given = {**place.unset, "RESUME": "run", "EVAL_PROMPTS": 7}
     line = place.refused(out, script=straight, **given)
     assert re.match(r"error: EVAL_PROMPTS=7: must stay \d+ under RESUME$", line), line
+    del given["EVAL_PROMPTS"]
+    line = place.refused(out, script=straight, **given, OPTIMIZER="adafactor")
+    assert re.match(r"error: OPTIMIZER='adafactor': must stay '\w+' under RESUME$", line), line
 
 
 def test_replayed_to_the_same_byte(place, straight):
