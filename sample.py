@@ -2219,7 +2219,7 @@ class GatedDeltaNet(nn.Module):
     """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects.
 
     The light form has keys of half the size and no output gate. At 128 wide it learned as much per
-    step as the full form, in 0.7 of the time (docs/lab.md, 2026-11-25).
+    step as the full form, in 0.7 of the time (docs/lab/2026-11.md, 2026-11-25).
     """
 
     def __init__(self, config):
@@ -2409,7 +2409,7 @@ class Context:
     def project(self, x, weight):
         """Return x W^T (B, CONV_TAPS-1 + T, C) for x (B, T, dim), with zeros in front."""
         # x is padded and not the product: a GPU moves a tenth fewer bytes in a step
-        # (docs/lab.md, 2026-11-26).
+        # (docs/lab/2026-11.md, 2026-11-26).
         return linear(F.pad(x, (0, 0, CONV_TAPS - 1, 0)), weight)
 
     def recur(self, *inputs):
@@ -2952,7 +2952,7 @@ def merge_lora(model):
 # i % lanes. The states run on from tensor to tensor, and end at 2**16. In trained matrices rows
 # differ in size, and so do columns that read hidden units; given both sizes, codes are nearly
 # normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which saves 5% of
-# the bytes (docs/lab.md, 2026-11-21).
+# the bytes (docs/lab/2026-11.md, 2026-11-21).
 #
 # A reader compares all sizes with the length of the file before it allocates. A file may have
 # FREE_NUMBERS numbers, and NUMBERS_PER_BYTE more for each of its bytes. Where nearly all weights

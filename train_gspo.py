@@ -1629,7 +1629,7 @@ class GatedDeltaNet(nn.Module):
     """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects.
 
     The light form has keys of half the size and no output gate. At 128 wide it learned as much per
-    step as the full form, in 0.7 of the time (docs/lab.md, 2026-11-25).
+    step as the full form, in 0.7 of the time (docs/lab/2026-11.md, 2026-11-25).
     """
 
     def __init__(self, config):
@@ -1819,7 +1819,7 @@ class Context:
     def project(self, x, weight):
         """Return x W^T (B, CONV_TAPS-1 + T, C) for x (B, T, dim), with zeros in front."""
         # x is padded and not the product: a GPU moves a tenth fewer bytes in a step
-        # (docs/lab.md, 2026-11-26).
+        # (docs/lab/2026-11.md, 2026-11-26).
         return linear(F.pad(x, (0, 0, CONV_TAPS - 1, 0)), weight)
 
     def recur(self, *inputs):
@@ -2341,7 +2341,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of s, s^3 and s^5 by K
 NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
 MUON_MOMENTUM = 0.95  # of modded-nanogpt and Parameter Golf
 # Few tokens of a small batch touch a row of an embedding, so its second moment needs a long memory:
-# 0.95, as for GPT-3, lost 0.005 to 0.01 bits per byte (docs/lab.md, 2026-11-25).
+# 0.95, as for GPT-3, lost 0.005 to 0.01 bits per byte (docs/lab/2026-11.md, 2026-11-25).
 ADAM_BETAS = (0.9, 0.99)
 ADAM_EPS = 1e-8  # torch's default
 LION_BETAS = (0.9, 0.99)  # the Lion paper's
@@ -2492,7 +2492,7 @@ OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True),
     "adamw8bit": AdamW8bit,
     # A step is a share of a tensor's root mean square, taken as 0.02 at least: with torch's 0.001
-    # matrices that begin at zero stay there (docs/lab.md, 2026-11-21). The host waits for the device.
+    # matrices that begin at zero stay there (docs/lab/2026-11.md, 2026-11-21). The host waits for the device.
     "adafactor": functools.partial(torch.optim.Adafactor, eps=(None, 0.02)),
     "lion": Lion,
 }
@@ -2898,7 +2898,7 @@ class Average(Stateful):
 # The artifact stores matrices and embeddings as whole-number codes with one scale per tensor, and
 # all other tensors as floats. The entropy coder makes rare codes cheap, so the scale alone decides
 # the size. One scale per tensor took 7 to 10% fewer bytes at equal loss than one per row, because
-# the coder knows the sizes of rows and columns (docs/lab.md, 2026-11-21).
+# the coder knows the sizes of rows and columns (docs/lab/2026-11.md, 2026-11-21).
 #
 # 2**(bits - 1) - 1 steps are this many root mean squares (Parameter Golf's SDClip). With the
 # default of 6 bits, 8 sigma give a step of 0.26 sigma, about 4 bits per weight. Unlike SDClip,
@@ -3048,7 +3048,7 @@ def count_parameters(network):
 # i % lanes. The states run on from tensor to tensor, and end at 2**16. In trained matrices rows
 # differ in size, and so do columns that read hidden units; given both sizes, codes are nearly
 # normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which saves 5% of
-# the bytes (docs/lab.md, 2026-11-21).
+# the bytes (docs/lab/2026-11.md, 2026-11-21).
 #
 # A reader compares all sizes with the length of the file before it allocates. A file may have
 # FREE_NUMBERS numbers, and NUMBERS_PER_BYTE more for each of its bytes. Where nearly all weights
@@ -3333,7 +3333,7 @@ def model_codes(codes):
         escapes.append(tensor[part == ESCAPE].cpu())
         if tensor_class(name, tensor) == "embedding":
             # Rows of tokens that rarely occur are alike, and zstd finds them: without it artifacts
-            # of the records take up to 2.7% more bytes (docs/lab.md, 2026-11-27).
+            # of the records take up to 2.7% more bytes (docs/lab/2026-11.md, 2026-11-27).
             if len(ARTIFACT_ZSTD.compress(symbols[name].tobytes())) <= entropy_bytes(count):
                 del pairs[name]
                 continue

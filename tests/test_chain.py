@@ -46,7 +46,7 @@ class Chain:
         asked for.
 
         If the text said nothing of the task, tuning was slower from the base than from nothing
-        (docs/lab.md, 2026-11-22).
+        (docs/lab/2026-11.md, 2026-11-22).
         """
         self.call("data/tasks.py", "sort", "--problems", lines // 2, "--pairs", lines // 2)
         numbers = [f"{i * 7919 % 100003:05d}" for i in range(lines)]

@@ -92,8 +92,8 @@ def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
     assert parts(found["estimated bytes, at most 16,000,000 allowed"])[1]["code"] == own
 
 
-# Artifacts of this shape after so many steps of 2,048 tokens (docs/lab.md, 2026-11-22, "A dry run's
-# bytes").
+# Artifacts of this shape after so many steps of 2,048 tokens (docs/lab/2026-11.md, 2026-11-22, "A
+# dry run's bytes").
 SHAPE = dict(
     LAYER_PATTERN="g s g s",
     MODEL_DIM=128,
