@@ -4700,8 +4700,11 @@ def score_documents(scorer, network, text):
 def score_artifact(path, scorer, data, run):
     """Rebuild the network from the artifact file alone; return its scores for result.json."""
     settings = run.settings
-    network = read_network(read_stored("artifact", str(path))).to(scorer.runtime.device)
-    network.dtype = activation_dtype(settings.dtype, scorer.runtime.device)
+    device = scorer.runtime.device
+    network = read_network(read_stored("artifact", str(path))).to(device)
+    # On a CPU it stays in float32, which gives the same score on every machine.
+    if device.type == "cuda":
+        network.dtype = activation_dtype(settings.dtype, device)
     model = compile_model(network, settings)
     score = scorer.score(model, data.val)
     run.log(f"from the artifact: val_{score}")

@@ -6259,7 +6259,9 @@ def score_end(run, trainer, exam, samples):
     ranks = trainer.runtime.world_size
     problems = exam.problems[: 32 * ranks][trainer.runtime.rank :: ranks]
     seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
-    answers = trainer.sample(problems, 1, trainer.settings.temperature, seeds) if problems else []
+    count = math.ceil(32 / max(1, len(problems)))  # a few answers would say little
+    temperature = trainer.settings.temperature
+    answers = trainer.sample(problems, count, temperature, seeds) if problems else []
     nats = nats_per_token(trainer, answers)
     take_file(trainer, run.folder / "model.upar")
     scores = {

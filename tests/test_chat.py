@@ -531,7 +531,7 @@ class Scripted:
 
     prompts = []
 
-    def __init__(self, network, prompts):
+    def __init__(self, network, prompts, compiled=False):
         self.prompts.append(prompts[0])
         self.left = [*self.answers.pop(0)]
         self(None)

@@ -645,7 +645,7 @@ def fuzz_manifests(folder, tokenizer_file, count):
             found = opened(part, ema=False, swa=False)
             assert found.val.tokens.tolist() == tokens_of(part, "val")
             assert 0 < found.val.bytes <= 36 and found.tokenizer.bos_id == 1
-            data.log_tokens(found, data.Settings(), refused.__contains__)
+            data.log_data(found, data.Settings(), refused.__contains__)
             refused["taken"] += 1
         except data.UserError as error:
             line = str(error)

@@ -321,7 +321,7 @@ WAYS = [(0, False, "bfloat16"), (8, True, "float32"), (16, False, "float32")]
 
 @pytest.mark.parametrize(("stride", "stateful", "dtype"), WAYS)
 def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful, dtype):
-    """From the file alone, in the dtype of training. A stride of a window would be the plain score."""
+    """From the file alone, on a CPU in float32. A stride of a window would be the plain score."""
     tokens = text(documents_of(LENGTHS), 99)
     run, path = packed_run(tmp_path, eval_stride=stride, eval_stateful=stateful, dtype=dtype)
     found = T.score_artifact(path, scorer(16, 4), SimpleNamespace(val=tokens), run)
@@ -329,7 +329,6 @@ def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful,
     header, tensors, _ = T.read_artifact(path)
     network = T.GPT(T.GPTConfig(**header["settings"]))
     network.load_state_dict(tensors)
-    network.dtype = getattr(torch, dtype)
     plain = scorer(16, 4).score(network, tokens)
     expected = plain.result()
     lines = [f"from the artifact: val_{plain}"]

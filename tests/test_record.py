@@ -573,7 +573,7 @@ def test_the_shipped_records_pass():
     R.check_script("train_gpt.py", source, track.rules, faults)
     assert faults.lines == []
     records = R.list_records(ROOT / "records")
-    assert len(records) >= 8 and R.update_tables(ROOT / "records", write=False) == []
+    assert len(records) >= 8 and R.update_table(ROOT / "records", write=False) == []
     assert R.check_folder(records[0], track.folder) == []
 
 
