@@ -2827,7 +2827,8 @@ def choose_kernels(choice, network, runtime, log):
     the plain form has no error. Raises UserError if fla is asked for and left out.
     """
     FAST.clear()
-    layers = set(network.config.layers.split())
+    config = network.config
+    layers = set(config.layers.split())
     if choice != "plain" and runtime.device.type == "cuda":
         # fla takes a minute to compile, so nothing is checked that no layer uses.
         if layers - {"g"}:
@@ -2835,7 +2836,6 @@ def choose_kernels(choice, network, runtime, log):
         if "g" in layers:
             FAST["gdn"] = fla_gdn
     checks = {"attention": check_attention, "gdn": check_gdn}
-    config = network.config
     dtype = network.dtype or torch.bfloat16
     ids = torch.randint(100, (2, min(config.train_seq_len, 2048)))  # the plain form needs memory
     for name in list(FAST):

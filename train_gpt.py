@@ -2141,7 +2141,8 @@ def choose_kernels(choice, network, runtime, log):
     the plain form has no error. Raises UserError if fla is asked for and left out.
     """
     FAST.clear()
-    layers = set(network.config.layers.split())
+    config = network.config
+    layers = set(config.layers.split())
     if choice != "plain" and runtime.device.type == "cuda":
         # fla takes a minute to compile, so nothing is checked that no layer uses.
         if layers - {"g"}:
@@ -2149,7 +2150,6 @@ def choose_kernels(choice, network, runtime, log):
         if "g" in layers:
             FAST["gdn"] = fla_gdn
     checks = {"attention": check_attention, "gdn": check_gdn}
-    config = network.config
     dtype = network.dtype or torch.bfloat16
     ids = torch.randint(100, (2, min(config.train_seq_len, 2048)))  # the plain form needs memory
     for name in list(FAST):
@@ -4859,7 +4859,8 @@ def main():
         "tokenizer_sha256": tokenizer.sha256,
         "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
     }
-    # The artifact's network is built like this after training. One that cannot be is an error now.
+    # The artifact's network is built like this after training. One that cannot be is an error now,
+    # with its traceback, which empty_network would leave out.
     with torch.device("meta"):
         rebuilt = GPT(checked_config(header["settings"], "this script"))
     check_tensors(rebuilt, network.state_dict(), "this script")
@@ -4918,9 +4919,10 @@ def main():
 
         # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
         # artifact, and the gradient is applied to the unrounded weights (straight through).
-        is_rounded = plan.is_on("qat")
-        table = quant_table(settings, exporter.widen)
-        with quantized(network, table) if is_rounded else contextlib.nullcontext():
+        rounding = contextlib.nullcontext()
+        if plan.is_on("qat"):
+            rounding = quantized(network, quant_table(settings, exporter.widen))
+        with rounding:
             loss = forward_backward(model, batches, run.step)
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         clip = settings.grad_clip_norm

@@ -454,7 +454,7 @@ def test_runs_that_two_records_share_are_one_row(claimed):
     machines = f"| new | `{claimed.name[11:]}`, `Twin` |\n| old | `Old` |\n"
     page = f"\n## Machines\n\n| machine | records |\n|---|---|\n{machines}"
     (claimed.parent / "README.md").write_text(page)
-    networks, _ = R.leaderboard(claimed.parent)
+    networks, *_ = R.leaderboard(claimed.parent)
     assert networks.count("`Old` run again, on another machine.") == 1
 
 

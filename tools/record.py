@@ -851,11 +851,11 @@ def has_counts(folder: Path) -> bool:
     return bool(re.search(r"^NGRAM_ORDER=[1-9]", config, re.MULTILINE))
 
 
-def leaderboard(track: Path) -> tuple[str, str]:
+def leaderboard(track: Path) -> list[str]:
     """Return the tables of a track's records, of networks alone and of those with counts of n-grams.
 
-    They go by machine, and for each machine the best is first. A table without a row is "". Links
-    begin at records/.
+    They go by machine, and for each machine the best is first. A table without a row is left out.
+    Links begin at records/.
     """
     rules = read_track(track).rules
     machines = read_machines(track)
@@ -888,8 +888,9 @@ def leaderboard(track: Path) -> tuple[str, str]:
     tables = []
     for counts, title in titles.items():
         listed = [cells for is_counted, _, _, cells in rows if is_counted == counts]
-        tables.append(f"{title}\n\n{markdown_table([head, *listed])}" if listed else "")
-    return tuple(tables)
+        if listed:
+            tables.append(f"{title}\n\n{markdown_table([head, *listed])}")
+    return tables
 
 
 def update_table(records: Path, write: bool) -> list[str]:
@@ -899,7 +900,7 @@ def update_table(records: Path, write: bool) -> list[str]:
     page = records / "README.md"
     text = page.read_text(encoding="utf-8")
     try:
-        new_text = replace_marked(text, "records", "\n\n".join(filter(None, tables)))
+        new_text = replace_marked(text, "records", "\n\n".join(tables))
     except SystemExit as error:
         raise RecordError(f"{page}: {str(error).removeprefix('error: ')}") from None
     if write:
