@@ -5599,6 +5599,10 @@ class Answer(Sample):
         """Return the number of tokens that the policy drew."""
         return len(self.ids) - self.logps.count(None)
 
+    def advantages(self):
+        """Return the advantage in a list: it holds for all tokens."""
+        return [self.advantage]
+
     def asked(self):
         """Return the text of the prompt."""
         return "\n".join(text for _, text in prompt_turns(prompt_of(self.query)))
@@ -5692,7 +5696,7 @@ def make_batches(answers, device, tokens):
     A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
     enters a state. ids (B, T); doc (B, T), zeros, because a row is one document; targets (B, T),
     the token after each if it is the answer's, else -1; mask, where it is; sampled (B, T), the
-    log-probabilities; advantages (B,).
+    log-probabilities; advantages (B, 1), or (B, T) where tokens have their own.
     """
     answers = sorted(answers, key=lambda answer: len(answer.prompt) + len(answer.ids))
     batches = []
@@ -5702,6 +5706,7 @@ def make_batches(answers, device, tokens):
         ids = []
         targets = []
         sampled = []
+        advantages = []
         for answer in answers[-count:]:
             before = len(answer.prompt) - 1  # positions that predict a token of the prompt
             ids.append(torch.tensor([*answer.prompt, *answer.ids[:-1]]))
@@ -5710,9 +5715,9 @@ def make_batches(answers, device, tokens):
             targets.append(torch.tensor([*[-1] * before, *drawn]))
             logps = [logp or 0.0 for logp in answer.logps]
             sampled.append(torch.tensor([*[0.0] * before, *logps]))
+            advantages.append(torch.tensor(answer.advantages()))
         ids = pad_sequence(ids, batch_first=True).to(device)
         targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
-        advantages = [answer.advantage for answer in answers[-count:]]
         batches.append(
             SimpleNamespace(
                 ids=ids,
@@ -5720,7 +5725,7 @@ def make_batches(answers, device, tokens):
                 targets=targets,
                 mask=targets >= 0,
                 sampled=pad_sequence(sampled, batch_first=True).to(device),
-                advantages=torch.tensor(advantages, device=device),
+                advantages=pad_sequence(advantages, batch_first=True).to(device),
                 old=None,
                 reference=None,
             )
@@ -6569,7 +6574,7 @@ def policy_loss(logps, batch, settings):
     asymmetric (2503.14476), plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. An
     active clip leaves KL_BETA's gradient alone.
     """
-    advantages = batch.advantages[:, None]
+    advantages = batch.advantages  # (B, 1), or (B, T)
     low = 1 - settings.left_clip_range
     high = 1 + settings.right_clip_range
     delta = (logps - batch.old) * batch.mask
@@ -6715,7 +6720,9 @@ class GSPOTrainer(PolicyTrainer):
         They are the training forward's: the sampler's last digits would count in a narrow band.
         """
         # Without KL_BETA an answer of no advantage has no gradient: it is left out.
-        answers = [answer for answer in answers if answer.advantage or self.settings.kl_beta]
+        answers = [
+            answer for answer in answers if any(answer.advantages()) or self.settings.kl_beta
+        ]
         batches = make_batches(answers, self.runtime.device, self.micro_tokens)
         for batch in batches:
             batch.old, _ = token_logps(self.network, batch, self.settings.temperature)

@@ -5585,6 +5585,10 @@ class Answer(Sample):
         """Return the number of tokens that the policy drew."""
         return len(self.ids) - self.logps.count(None)
 
+    def advantages(self):
+        """Return the advantage in a list: it holds for all tokens."""
+        return [self.advantage]
+
     def asked(self):
         """Return the text of the prompt."""
         return "\n".join(text for _, text in prompt_turns(prompt_of(self.query)))
@@ -5678,7 +5682,7 @@ def make_batches(answers, device, tokens):
     A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
     enters a state. ids (B, T); doc (B, T), zeros, because a row is one document; targets (B, T),
     the token after each if it is the answer's, else -1; mask, where it is; sampled (B, T), the
-    log-probabilities; advantages (B,).
+    log-probabilities; advantages (B, 1), or (B, T) where tokens have their own.
     """
     answers = sorted(answers, key=lambda answer: len(answer.prompt) + len(answer.ids))
     batches = []
@@ -5688,6 +5692,7 @@ def make_batches(answers, device, tokens):
         ids = []
         targets = []
         sampled = []
+        advantages = []
         for answer in answers[-count:]:
             before = len(answer.prompt) - 1  # positions that predict a token of the prompt
             ids.append(torch.tensor([*answer.prompt, *answer.ids[:-1]]))
@@ -5696,9 +5701,9 @@ def make_batches(answers, device, tokens):
             targets.append(torch.tensor([*[-1] * before, *drawn]))
             logps = [logp or 0.0 for logp in answer.logps]
             sampled.append(torch.tensor([*[0.0] * before, *logps]))
+            advantages.append(torch.tensor(answer.advantages()))
         ids = pad_sequence(ids, batch_first=True).to(device)
         targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
-        advantages = [answer.advantage for answer in answers[-count:]]
         batches.append(
             SimpleNamespace(
                 ids=ids,
@@ -5706,7 +5711,7 @@ def make_batches(answers, device, tokens):
                 targets=targets,
                 mask=targets >= 0,
                 sampled=pad_sequence(sampled, batch_first=True).to(device),
-                advantages=torch.tensor(advantages, device=device),
+                advantages=pad_sequence(advantages, batch_first=True).to(device),
                 old=None,
                 reference=None,
             )
@@ -6316,7 +6321,7 @@ def answer_values(network, answers, tokens):
     for batch in make_batches(texts, network.embed.device, tokens):
         last = row_features(network, batch)[batch.mask]  # (answers, dim)
         scores = last.to(network.w_value.dtype) @ network.w_value
-        values[batch.advantages.cpu()] = scores.to(values)
+        values[batch.advantages[:, 0].cpu()] = scores.to(values)
     return values
 
 
@@ -6379,9 +6384,9 @@ def divergences(logps, reference, mask):
 
 def shaped_rewards(scores, divergence, mask, beta):
     """Return the rewards of tokens (B, T): -beta times the divergence (B, T) and, for the last token
-    of a response, its score (B,) too."""
+    of a response, its score (B, 1) too."""
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    return last * scores[:, None] - beta * divergence * mask
+    return last * scores - beta * divergence * mask
 
 
 def advantage_estimates(rewards, values, mask, gamma, gae_lambda):

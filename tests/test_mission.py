@@ -476,7 +476,7 @@ def test_clips_are_asymmetric_and_advantages_are_of_groups(module):
     assert found.tolist() == [[0.5, -0.5], [0.0, 0.0]]
     zeros = torch.zeros(4, 1)
     batch = SimpleNamespace(
-        advantages=torch.tensor([1.0, -1.0, 1.0, -1.0]),
+        advantages=torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]),
         old=zeros,
         sampled=zeros,
         reference=None,

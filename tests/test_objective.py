@@ -89,7 +89,7 @@ def tensors_of(rows, width=6, pad=0.0, reference=True):
     )
     return SimpleNamespace(
         mask=mask,
-        advantages=torch.tensor(rows.advantages),
+        advantages=torch.tensor(rows.advantages)[:, None],
         old=old,
         sampled=sampled,
         reference=ref if reference else None,
@@ -404,8 +404,8 @@ def test_batches_hold_every_response_token_at_the_place_that_predicts_it(M):
         -1.0: ([7], [6], [-0.5]),
         0.5: ([1, 2, 3], [-1, 3, 3], [0, -1, -2]),
     }
-    assert batch.ids.shape == (3, 5) and sorted(batch.advantages.tolist()) == [-1.0, 0.5, 2.0]
-    for at, advantage in enumerate(batch.advantages.tolist()):
+    assert batch.ids.shape == (3, 5) and sorted(batch.advantages.tolist()) == [[-1.0], [0.5], [2.0]]
+    for at, [advantage] in enumerate(batch.advantages.tolist()):
         ids, targets, sampled = expected[advantage]
         width = len(ids)
         assert batch.ids[at, :width].tolist() == ids and batch.targets[at].tolist() == targets + [
@@ -457,7 +457,7 @@ def test_log_probabilities_are_those_of_the_whole_softmax(M, temperature):
         _,
         advantage,
     ) in rows:  # each row alone, without padding, and with the last token as input
-        at = batch.advantages.tolist().index(advantage)
+        at = batch.advantages.tolist().index([advantage])
         scores = network(torch.tensor([prompt + response]))[0] / temperature
         every = scores - scores.exp().sum(-1, keepdim=True).log()
         for place, token in enumerate(response, len(prompt) - 1):

@@ -91,7 +91,7 @@ def test_the_score_lands_on_the_last_token_and_the_divergence_on_each():
     """Of three responses behind prompts of 2, 0 and 1 tokens, one of a single token; by hand."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]) > 0
     divergence = torch.arange(18.0).view(3, 6) / 10
-    found = P.shaped_rewards(torch.tensor([5.0, -2.0, 0.25]), divergence, mask, 0.1)
+    found = P.shaped_rewards(torch.tensor([[5.0], [-2.0], [0.25]]), divergence, mask, 0.1)
     expected = [
         [0, 0, -0.02, -0.03, 5 - 0.04, 0],
         [-2 - 0.06, 0, 0, 0, 0, 0],
