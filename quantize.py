@@ -639,6 +639,10 @@ def start_runtime(choice):
     return Runtime(0, 1, device, False)
 
 
+# === end: runtime ===
+
+
+# === shared: errors ===
 ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
 
 
@@ -684,6 +688,10 @@ def exit_code(main):
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
+# === end: errors ===
+
+
+# === shared: folders ===
 def replace_file(path, data):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
     part = f"{path}.part"
@@ -736,7 +744,7 @@ def newest_checkpoint(folder):
     return None, faults
 
 
-# === end: runtime ===
+# === end: folders ===
 
 
 # === shared: files ===
@@ -1027,6 +1035,11 @@ def add_encoder(tokenizer):
 
 
 # === shared: roles ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
 def with_roles(tokenizer):
     """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
 
@@ -1047,11 +1060,6 @@ def with_roles(tokenizer):
 
 
 # === shared: template ===
-def begin_ids(tokenizer):
-    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
-    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
-
-
 def template_environment():
     """Return the environment of jinja2 in which transformers renders chat templates."""
     import datetime
@@ -1675,6 +1683,7 @@ class Batches:
 
 
 # === shared: model ===
+FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
 # GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
@@ -2370,9 +2379,8 @@ class GPT(nn.Module):
 
 
 # === shared: kernels ===
-# Faster forms on CUDA, by name of the kernel. A run begins with choose_kernels, which keeps those
-# that agree with the plain forms of section model on this device. FAST is empty elsewhere.
-FAST = {}
+# Faster forms on CUDA. A run begins with choose_kernels, which keeps those in FAST that agree with
+# the plain forms of section model on this device.
 
 
 def document_borders(ids, bos_id, device):
@@ -4247,13 +4255,6 @@ REMOTE_CLASSES = {
         "AutoTokenizer": ["modeling_underpar.UnderparTokenizer", None],
     },
 }
-# The lines of sample.py with its code: some sections, and the imports that they need.
-REMOTE_CODE = re.compile(
-    rb"^(?:import|from) (?!resource|zstandard)[^\n]*\n+|"
-    rb"^# === shared: (settings|tokenizer|encoding|roles|template|prompt|text|kernels|model|generation) ===\n"
-    rb".*?^# === end: \1 ===\n+",
-    re.DOTALL | re.MULTILINE,
-)
 
 
 def load_safetensors():
@@ -5063,17 +5064,25 @@ def own_files(source, network):
             "shape": source.shape,
         }
         state = source.tensors
-    folder = Path(__file__).parent
-    text = (folder / "sample.py").read_bytes()
     return {
         "model.safetensors": state,
         "config.json": config | ids | {"dtype": "float32"},
         "generation_config.json": ids | {"pad_token_id": ids["eos_token_id"][0]},
         "tokenizer_config.json": REMOTE_CLASSES | chat_facts(tokenizer, has_added_roles),
         tokenizer.file: tokenizer.content,
-        "modeling_underpar.py": (folder / "tools" / "modeling_underpar.py").read_bytes(),
-        "underpar.py": b"".join(match[0] for match in REMOTE_CODE.finditer(text)),
+        "modeling_underpar.py": read_tool("modeling_underpar.py"),
     }
+
+
+def read_tool(name):
+    """Return the content of a file of the folder tools, which an export copies. Raises UserError."""
+    path = Path(__file__).parent / "tools" / name
+    if not path.is_file():
+        raise UserError(
+            f"{path}: no such file; an export has a copy of it, so take the folder tools from the "
+            "repository along with this script"
+        )
+    return path.read_bytes()
 
 
 def chat_facts(tokenizer, has_added_roles):
@@ -5086,8 +5095,7 @@ def chat_facts(tokenizer, has_added_roles):
     template = tokenizer.facts.get("template")
     if tokenizer.roles:
         # The layout of asked_ids, as a template of transformers.
-        path = Path(__file__).parent / "tools" / "chat_template.jinja"
-        template = path.read_text(encoding="utf-8")
+        template = read_tool("chat_template.jinja").decode()
     return facts | {"chat_template": template} if template else facts
 
 

@@ -707,6 +707,10 @@ def start_runtime(choice):
     return Runtime(0, 1, device, False)
 
 
+# === end: runtime ===
+
+
+# === shared: errors ===
 ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
 
 
@@ -752,6 +756,10 @@ def exit_code(main):
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
+# === end: errors ===
+
+
+# === shared: folders ===
 def replace_file(path, data):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
     part = f"{path}.part"
@@ -804,7 +812,7 @@ def newest_checkpoint(folder):
     return None, faults
 
 
-# === end: runtime ===
+# === end: folders ===
 
 
 # === shared: machine ===
@@ -1121,6 +1129,11 @@ def add_encoder(tokenizer):
 
 
 # === shared: roles ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
 def with_roles(tokenizer):
     """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
 
@@ -1141,11 +1154,6 @@ def with_roles(tokenizer):
 
 
 # === shared: template ===
-def begin_ids(tokenizer):
-    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
-    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
-
-
 def template_environment():
     """Return the environment of jinja2 in which transformers renders chat templates."""
     import datetime
@@ -1375,6 +1383,7 @@ def completion(tokenizer, prompt, ids):
 
 
 # === shared: model ===
+FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
 # GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
@@ -2070,9 +2079,8 @@ class GPT(nn.Module):
 
 
 # === shared: kernels ===
-# Faster forms on CUDA, by name of the kernel. A run begins with choose_kernels, which keeps those
-# that agree with the plain forms of section model on this device. FAST is empty elsewhere.
-FAST = {}
+# Faster forms on CUDA. A run begins with choose_kernels, which keeps those in FAST that agree with
+# the plain forms of section model on this device.
 
 
 def document_borders(ids, bos_id, device):
@@ -4349,46 +4357,8 @@ def write_result(run, values, content):
 # === end: run ===
 
 
-# === shared: generation ===
+# === shared: decoder ===
 ROOM = 64  # tokens for which a Decoder makes room at a time
-SAY_SECONDS = 8.0  # a block of generation or updates that takes longer says how far it is
-LEAST_TEMPERATURE = 1e-30  # logits over a smaller one overflow; the likeliest token is as sure here
-
-
-@dataclass
-class Sample:
-    """What followed a prompt.
-
-    A subclass may have a method `reply`, which is called when a stop token ends an answer. It
-    returns ids with which the text goes on before the next answer; with none the sample ends.
-    Without the method the first answer ends it.
-    """
-
-    reply = None  # without an annotation it is no field
-    ids: list[int] = field(default_factory=list)  # stop tokens included
-    # of the ids where they were drawn: 0 for greedy ones, None for ids of a reply
-    logps: list[float] = field(default_factory=list)
-    finished: bool = False  # whether a stop token ended it
-    given: list[int] = field(default_factory=list)  # ids of a reply that are to come
-
-    def take(self, token, logp, stop):
-        """Go on by a drawn token, or by the next one of a reply; return it."""
-        if self.given:
-            return self.listen(1)[0]
-        self.ids.append(token)
-        self.logps.append(logp)
-        if token in stop:
-            self.given = self.reply() if self.reply else []
-            self.finished = not self.given
-        return token
-
-    def listen(self, count):
-        """Go on by the next `count` ids of a reply; return them."""
-        heard = self.given[:count]
-        self.given = self.given[count:]
-        self.ids += heard
-        self.logps += [None] * len(heard)
-        return heard
 
 
 def gdn_step(q, k, v, g, beta, state):
@@ -4548,6 +4518,50 @@ class Decoder:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.next_logits = self.step(self.ids)
+
+
+# === end: decoder ===
+
+
+# === shared: generation ===
+SAY_SECONDS = 8.0  # a block of generation or updates that takes longer says how far it is
+LEAST_TEMPERATURE = 1e-30  # logits over a smaller one overflow; the likeliest token is as sure here
+
+
+@dataclass
+class Sample:
+    """What followed a prompt.
+
+    A subclass may have a method `reply`, which is called when a stop token ends an answer. It
+    returns ids with which the text goes on before the next answer; with none the sample ends.
+    Without the method the first answer ends it.
+    """
+
+    reply = None  # without an annotation it is no field
+    ids: list[int] = field(default_factory=list)  # stop tokens included
+    # of the ids where they were drawn: 0 for greedy ones, None for ids of a reply
+    logps: list[float] = field(default_factory=list)
+    finished: bool = False  # whether a stop token ended it
+    given: list[int] = field(default_factory=list)  # ids of a reply that are to come
+
+    def take(self, token, logp, stop):
+        """Go on by a drawn token, or by the next one of a reply; return it."""
+        if self.given:
+            return self.listen(1)[0]
+        self.ids.append(token)
+        self.logps.append(logp)
+        if token in stop:
+            self.given = self.reply() if self.reply else []
+            self.finished = not self.given
+        return token
+
+    def listen(self, count):
+        """Go on by the next `count` ids of a reply; return them."""
+        heard = self.given[:count]
+        self.given = self.given[count:]
+        self.ids += heard
+        self.logps += [None] * len(heard)
+        return heard
 
 
 def draw(logits, temperature, uniform, truncate=None):

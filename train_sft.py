@@ -707,6 +707,10 @@ def start_runtime(choice):
     return Runtime(0, 1, device, False)
 
 
+# === end: runtime ===
+
+
+# === shared: errors ===
 ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
 
 
@@ -752,6 +756,10 @@ def exit_code(main):
         os._exit(1)  # an ordinary exit would wait for the lost rank
 
 
+# === end: errors ===
+
+
+# === shared: folders ===
 def replace_file(path, data):
     """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
     part = f"{path}.part"
@@ -804,7 +812,7 @@ def newest_checkpoint(folder):
     return None, faults
 
 
-# === end: runtime ===
+# === end: folders ===
 
 
 # === shared: machine ===
@@ -1121,6 +1129,11 @@ def add_encoder(tokenizer):
 
 
 # === shared: roles ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
 def with_roles(tokenizer):
     """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
 
@@ -1141,11 +1154,6 @@ def with_roles(tokenizer):
 
 
 # === shared: template ===
-def begin_ids(tokenizer):
-    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
-    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
-
-
 def template_environment():
     """Return the environment of jinja2 in which transformers renders chat templates."""
     import datetime
@@ -1933,6 +1941,7 @@ def check_turns(turns, notes):
 
 
 # === shared: model ===
+FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
 # GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
@@ -2628,9 +2637,8 @@ class GPT(nn.Module):
 
 
 # === shared: kernels ===
-# Faster forms on CUDA, by name of the kernel. A run begins with choose_kernels, which keeps those
-# that agree with the plain forms of section model on this device. FAST is empty elsewhere.
-FAST = {}
+# Faster forms on CUDA. A run begins with choose_kernels, which keeps those in FAST that agree with
+# the plain forms of section model on this device.
 
 
 def document_borders(ids, bos_id, device):

@@ -1,12 +1,30 @@
 """A model of these scripts for transformers, with trust_remote_code=True.
 
-`quantize.py export` copies this file if transformers has no class for a network, and writes beside
-it underpar.py: the sections of sample.py that have the network, its tokenizer and its cache.
+`quantize.py export` copies this file into a folder whose network or tokenizer transformers has no
+class for. It is whole by itself: sections between `# === shared:` fences are those of sample.py,
+byte for byte (tools/sync.py), and the classes behind them fit these to transformers.
 """
 
+import base64
+import functools
+import hashlib
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+import regex
+import sentencepiece
+import tiktoken
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from transformers import (
     AddedToken,
     GenerationMixin,
@@ -16,19 +34,1172 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .underpar import (
-    CONV_TAPS,
-    ENCODINGS,
-    GPT,
-    Decoder,
-    GPTConfig,
-    begin_ids,
-    decode_bytes,
-    load_tokenizer,
-    with_roles,
-)
+
+class UserError(ValueError):
+    """A tokenizer's file or a text is not as it must be."""
 
 
+# === shared: tokenizer ===
+@dataclass
+class Tokenizer:
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
+
+    After a boundary (a control, unknown or unused token) they are without the space that some
+    SentencePiece models put before every text.
+    """
+
+    file: str  # name of the file that holds the tokenizer; "bytes" needs none
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
+    bos_id: int
+    pieces: list  # bytes that each token decodes to, b"" for boundaries
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode_marked: Callable = None
+    roles: dict = None
+    facts: dict = None
+
+    def __post_init__(self):
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        self.vocab_size = len(self.pieces)
+        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+
+
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
+    """
+    path = Path(path)
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
+        ) from error
+
+
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
+
+    The file of an imported model is JSON: such lines as `ranks`, and facts.
+    """
+    ranks = content
+    if content.startswith(b"{"):
+        facts = json.loads(content)
+        ranks = facts["ranks"]
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in ranks.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
+
+
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    if model.bos_id() < 0:
+        raise ValueError("empty, or without the BOS token of every document")
+    pieces = []
+    drops_space = []
+    for i in range(model.vocab_size()):
+        name = model.id_to_piece(i)
+        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
+        if model.is_byte(i):
+            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
+        elif model.is_control(i) or model.is_unknown(i):
+            piece = b""
+        pieces.append(piece)
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
+        drops_space.append(piece == b" " + model.decode([i]).encode())
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
+
+
+# === end: tokenizer ===
+
+
+# === shared: encoding ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+# Published encodings: the hash of their rank file and what that file does not contain. Every
+# document begins with <|endoftext|>. The regular expressions are copied from
+# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
+ENCODINGS = {
+    "gpt2": dict(
+        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        bos_id=50256,
+        vocab_size=50257,  # with all special tokens and unused ids
+        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    ),
+    "cl100k_base": dict(
+        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        bos_id=100257,
+        vocab_size=100277,  # with all special tokens and unused ids
+        split=(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        ),
+    ),
+    "o200k_base": dict(
+        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        bos_id=199999,
+        vocab_size=200019,  # with all special tokens and unused ids
+        split=(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
+}
+
+
+# From a run of 999,940 spaces on, the stack of tiktoken's regular expressions overflows.
+LONG_SPACE = re.compile(r"(?<!\s)\s{500000}")
+
+
+class BytePairEncoder:
+    """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
+
+    def __init__(self, tokenizer, facts):
+        """facts: those of ENCODINGS, or of an imported model (see quantize.py)."""
+        added = facts.get("added", {})
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        for text in added:  # some of them are shown as text, and no merge makes them
+            ranks.pop(text.encode(), None)
+        # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
+        # beyond the vocabulary, by which they are found.
+        lacking = [bytes([byte]) for byte in range(256) if bytes([byte]) not in ranks]
+        self.lacking = b"".join(lacking)
+        self.vocab_size = tokenizer.vocab_size
+        ranks |= {byte: self.vocab_size + place for place, byte in enumerate(lacking)}
+        self.bpe = tiktoken.Encoding(
+            tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+        )
+        self.split = regex.compile(facts["split"])
+        self.form = "NFC" if facts.get("nfc") else ""
+        # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+        late = {self.normalize(text): added[text] for text in facts.get("normalized", [])}
+        self.added = added | late
+        self.marks = added_pattern(added.keys() - facts.get("normalized", []))
+        self.late_marks = added_pattern(late)
+
+    def normalize(self, text):
+        """Return a text in the normal form in which accents are part of their letters (NFC)."""
+        return unicodedata.normalize(self.form, text) if self.form else text
+
+    def encode(self, text):
+        """Return the ids of a text in which added tokens are plain text. Raises UserError."""
+        return self.encode_part(self.normalize(check_unicode(text)))
+
+    def encode_marked(self, text):
+        """Return the ids of a text in which added tokens are what they stand for."""
+        ids = []
+        for place, part in enumerate(self.marks.split(check_unicode(text))):
+            if place % 2:  # parts and the marks between them take turns
+                ids.append(self.added[part])
+                continue
+            for late_place, late_part in enumerate(self.late_marks.split(self.normalize(part))):
+                if late_place % 2:
+                    ids.append(self.added[late_part])
+                else:
+                    ids += self.encode_part(late_part)
+        return ids
+
+    def encode_part(self, text):
+        """Return the ids of a text without added tokens."""
+        if len(text) < 500_000 or not LONG_SPACE.search(text):
+            ids = self.bpe.encode_ordinary(text)
+            if not self.lacking or max(ids, default=0) < self.vocab_size:
+                return ids
+        ids = []
+        for match in self.split.finditer(text):
+            # What stands on both sides of a dropped byte may merge.
+            piece = match[0].encode().translate(None, self.lacking)
+            if piece:
+                ids += self.bpe._encode_single_piece(piece)
+        return ids
+
+
+def added_pattern(texts):
+    """Return the regular expression of added tokens, in a group; the longest counts, as in tokenizers."""
+    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
+    return re.compile(f"({'|'.join(longest_first) or '(?!)'})")
+
+
+def check_unicode(text):
+    """Return a text that has no half of a surrogate pair. Raises UserError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text {text[error.start :]!r:.20} at character {error.start}: half a surrogate pair, "
+            "which is no Unicode"
+        ) from None
+    return text
+
+
+def load_tokenizer(path):
+    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
+    path = Path(path)
+    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
+        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
+
+
+def add_encoder(tokenizer):
+    """Give a Tokenizer its attributes from `encode` on, and return it.
+
+    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
+    imported model, the same, but its added tokens are what they stand for. Both raise UserError for
+    half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
+    ENCODINGS, or of an imported model (see quantize.py). Raises UserError.
+    """
+    name = tokenizer.file.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name, {})
+    if facts and tokenizer.sha256 != facts["sha256"]:
+        raise UserError(f"tokenizer {name}: is not the published rank file")
+    if tokenizer.content.startswith(b"{"):  # of an imported model
+        facts = json.loads(tokenizer.content)
+    tokenizer.facts = facts
+    tokenizer.roles = {}
+    if name == "bytes":
+        tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
+        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    elif facts:
+        encoder = BytePairEncoder(tokenizer, facts)
+        tokenizer.encode = encoder.encode
+        tokenizer.encode_marked = encoder.encode_marked
+    else:
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
+        tokenizer.encode = lambda text: model.encode(check_unicode(text))
+        for role in ROLE_TOKENS:
+            i = model.piece_to_id(role)
+            # Only control tokens cannot be written in a text, so that no user can forge a role.
+            if model.is_control(i):
+                tokenizer.roles[role] = i
+    return tokenizer
+
+
+# === end: encoding ===
+
+
+# === shared: roles ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
+def with_roles(tokenizer):
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return tokenizer
+    count = len(ROLE_TOKENS)
+    return replace(
+        tokenizer,
+        pieces=tokenizer.pieces + [b""] * count,
+        drops_space=np.append(tokenizer.drops_space, [False] * count),
+        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
+    )
+
+
+# === end: roles ===
+
+
+# === shared: text ===
+def decode_bytes(tokenizer, ids):
+    """Return the bytes of tokens that begin a document; data/prepare.py counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    previous = np.append(tokenizer.bos_id, ids)[:-1]
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
+    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
+    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
+
+
+def completion(tokenizer, prompt, ids):
+    """Return the text of `ids`, sampled after the ids of a prompt. BOS and roles are no text."""
+    length = len(decode_bytes(tokenizer, prompt))
+    return decode_bytes(tokenizer, [*prompt, *ids])[length:].decode(errors="replace")
+
+
+# === end: text ===
+
+
+# === shared: model ===
+FAST = {}  # kernel -> its faster form on this device, see section kernels
+CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
+# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
+DOCUMENT_DECAY = -60.0
+FULL_WINDOW = 1 << 30  # the window of attention that has none
+ROPE_BASE = 10000.0  # rotary positions turn at rates from 1 down to 1 / ROPE_BASE
+BIO_THRESHOLD = 0.3  # of the bio-MLP's events, on a voltage in (0, 1): WiggleGPT's value
+BIGRAM_DIM = 64  # width of the hashed embeddings of pairs and triples, before their projection
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a network: with its weights, all that is needed to rebuild it."""
+
+    vocab_size: int
+    bos_id: int  # the first token of a document; nothing sees what stands before it
+    layers: str  # one word per layer: g, s or a, see GPT
+    norms: str  # one word per layer, see Norm
+    train_seq_len: int = 2048  # tokens in a window; learned positions end there
+    context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
+    model_dim: int = 512  # width of the residual stream
+    num_heads: int = 8  # query heads of attention, and heads of GDN
+    num_kv_heads: int = 4  # key/value heads of attention
+    head_dim: int = 0  # width of a head of attention; 0: model_dim / num_heads
+    qkv_bias: bool = False  # whether queries, keys and values have biases
+    qk_norm: bool = False  # whether queries and keys have norms with weights
+    attn_gate: bool = False  # whether each head of attention has an output gate
+    # key heads, value heads, widths of a key and of a value; empty: by num_heads
+    gdn_shape: list = field(default_factory=list)
+    gdn_light: bool = False  # GDN with keys of half the size and no output gate
+    attn_window: int = 512  # keys a sliding-window query sees, itself included
+    mlp: str = "relu2"  # kind of MLP, see MLP.forward
+    mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
+    mlp_hidden: int = 0  # hidden width of the MLP; 0: by mlp_mult
+    norm_eps: float = 0.0  # added to mean squares in RMSNorm; 0: 1.2e-7, float32's machine epsilon
+    positions: str = "rope"  # rope, learned or none
+    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    rope_base: float = ROPE_BASE
+    rope_scaling: list = field(default_factory=list)  # see rotation
+    qk_gain_init: float = 4.0  # initial gain of normed queries, per head; 0: no norm of q and k
+    bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
+    tie_embeddings: bool = True  # the embedding is the output head
+    residual_mix: bool = True  # layers mix in the normed embedding, and scale what they add
+    unet_skips: bool = False  # the second half of the layers adds the first half's outputs
+    logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
+    embed_init_std: float = 0.005  # standard deviation of the embedding at the start
+
+    @property
+    def attention_width(self):
+        """Return the width of a head of attention."""
+        return self.head_dim or self.model_dim // self.num_heads
+
+    @property
+    def gdn_sizes(self):
+        """Return GDN's key heads, value heads, and widths of a key and of a value."""
+        width = self.model_dim // self.num_heads
+        key_width = width // 2 if self.gdn_light else width
+        return self.gdn_shape or (self.num_heads, self.num_heads, key_width, width)
+
+
+def widened(x):
+    """Return x in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def linear(x, weight):
+    """Return x W^T in x's dtype; weights are kept in float32."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def scaled(x, scale):
+    """Return x times a learned scale per channel, or x if the scale is None."""
+    return x if scale is None else x * scale.to(x.dtype)
+
+
+def matrix(splits, cols, std=0.0):
+    """Return a parameter of matrices with `splits` rows, one below the other.
+
+    Muon takes the matrices one by one, by the attribute `splits` of the parameter (fill_network
+    copies it). Entries are normal with deviation `std`; 0 means 0.5 / sqrt(cols), with which normed
+    inputs give outputs of deviation 0.5.
+    """
+    weight = nn.Parameter(torch.randn(sum(splits), cols) * (std or 0.5 * cols**-0.5))
+    weight.splits = splits
+    return weight
+
+
+def rms_norm(x, eps=0.0):
+    """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps or None)
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
+
+
+# Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
+NORMS = ("rms", "rms_weight", "rms_offset", "layer")
+MLPS = ("relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft")
+
+
+class Norm(nn.Module):
+    """One of NORMS: RMSNorm, plain, with weights, or with weights less 1; LayerNorm with a bias."""
+
+    def __init__(self, kind, dim, eps=0.0):
+        super().__init__()
+        if kind not in NORMS:
+            raise ValueError(f"norm={kind!r}: no such kind")
+        self.eps = eps
+        self.offset = float(kind == "rms_offset")
+        self.weight = None if kind == "rms" else nn.Parameter(torch.full((dim,), 1 - self.offset))
+        self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
+
+    def forward(self, x):
+        """Return x (..., dim) normed, in its own dtype."""
+        if self.weight is None:
+            return rms_norm(x, self.eps)
+        if self.bias is None:
+            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
+        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+
+
+def split_chunks(x, chunk):
+    """Return x (B, T, H, D) in chunks of tokens, (N, B * H, chunk, D); zeros fill the last one.
+
+    A padded token has k = 0, v = 0 and g = 0: it leaves the state as it is.
+    """
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.size(1) % chunk))
+    return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(1, 2)
+
+
+def unit_inverse(a):
+    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+
+    Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
+    are correlated.
+    """
+    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
+    with torch.no_grad():
+        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+    # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
+    # constant that is d(A^-1) = -A^-1 dA A^-1, two products where a solver's would take another
+    # solver. Second derivatives would be wrong.
+    return 2 * inverse - inverse @ a @ inverse
+
+
+def gdn_scan(factors, terms, state):
+    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
+
+        S_0 = state     S_{n+1} = F_n S_n + t_n
+
+    There are M = B * H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V).
+    """
+    states = [state]
+    for factor, term in zip(factors, terms, strict=True):
+        states.append(torch.baddbmm(term, factor, states[-1]))
+    return torch.stack(states)
+
+
+def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
+    """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
+
+    The same token by token (arXiv 2412.06464, section 3), with a = exp(g) <= 1:
+
+        S' = a S + beta k (v - a S^T k)^T
+        o = S'^T q
+
+    q and k (B, T, H, K) are L2-normed, q is scaled by K**-0.5 too; v and o (B, T, H, V) have their
+    dtype, which is float64, float32 or bfloat16. g and beta (B, T, H) and the state (B, H, K, V)
+    are float32, or float64; no state means zeros. Chunks of 32 are the fastest on a CPU.
+
+    In chunks of C tokens, with KB = beta K, VB = beta V, G the running sum of g from the chunk's
+    start, and D_ij = exp(G_i - G_j) for i >= j, else 0:
+
+        A = I + tril(KB K^T * D, -1)     U = A^-1 VB     W = A^-1 (exp(G) KB)
+        S_{n+1} = (exp(G_C) I - K_out^T W) S_n + K_out^T U       K_out = exp(G_C - G) K
+        O = exp(G) Q S + P (U - W S)     P = Q K^T * D
+    """
+    b, t, h, dim_k = q.shape
+    dtype = v.dtype
+    if state is None:
+        state = g.new_zeros(b, h, dim_k, v.size(-1))
+    beta = beta.to(dtype)[..., None]
+    q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
+    # float64: after strong decay a difference of float32 sums would have few digits left.
+    total = g.double().cumsum(-2)
+    grow = total.to(g.dtype).exp()
+    # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
+    # a gradient through exp(G_i - G_i) would cancel only up to rounding.
+    eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
+    gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
+    below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
+    kb = beta * k
+    inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
+    p = ((q @ k.mT) * (below + eye)).to(dtype)
+    u = inverse @ (beta * v)
+    w = inverse @ (kb * grow).to(dtype)
+    k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
+    eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+    factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+    terms = (k_out.mT @ u).to(g.dtype)
+    states = gdn_scan(factors, terms, state.flatten(0, 1))
+    before = states[:-1].to(dtype)
+    o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
+    o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
+    return o[:, :t], states[-1].view_as(state)
+
+
+def short_conv(x, weight, doc):
+    """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
+
+    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
+    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
+    """
+    reach = len(weight) - 1
+    weight = weight.to(x.dtype)
+    y = x[:, reach:] * weight[reach]
+    for tap in reversed(range(reach)):
+        before = slice(tap, tap - reach)  # the tokens that this tap reads
+        same_doc = doc[:, before] == doc[:, reach:]
+        y = y + x[:, before] * weight[tap] * same_doc[..., None]
+    return F.silu(y)
+
+
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects.
+
+    The light form has keys of half the size and no output gate. At 128 wide it learned as much per
+    step as the full form, in 0.7 of the time (docs/lab/2026-11.md, 2026-11-25).
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        dim = config.model_dim
+        self.eps = config.norm_eps
+        self.key_heads, self.heads, key_width, value_width = config.gdn_sizes
+        key_dim = self.key_heads * key_width
+        value_dim = self.heads * value_width
+        # Widths of queries, keys and values of all heads, and of the output gate.
+        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if config.gdn_light else 4]
+        self.w_qkvg = matrix(self.splits, dim)
+        self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
+        self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
+        # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
+        # Taps first: with channels first the compiler reads single numbers, not vectors.
+        conv = torch.empty(2 * key_dim + value_dim, CONV_TAPS).uniform_(-1, 1)
+        self.conv = nn.Parameter(conv.mT.contiguous() / CONV_TAPS**0.5)
+        # A starts above 0: at A = 0 log A is -inf, and no gradient moves it.
+        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
+        log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
+        self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
+        self.norm = nn.Parameter(torch.ones(value_width))
+
+    def forward(self, x, context):
+        """Return (B, T, dim) for x (B, T, dim), see Context."""
+        T = x.size(1)
+        qkvg = context.project(x, self.w_qkvg)
+        # Split once, so that the gradients are written once; and three convolutions, so that the
+        # compiler joins each with the norm that reads it.
+        q, k, v, *gate = qkvg.split(self.splits, dim=-1)
+        taps = self.conv.split(self.splits[:3], dim=1)
+        q, k, v = map(short_conv, (q, k, v), taps, 3 * [context.doc])
+        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
+        v = v.unflatten(-1, (self.heads, -1))
+        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
+        # zeros would get gradients of 1e12.
+        q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
+        q = q.to(v.dtype) * q.size(-1) ** -0.5
+        if self.key_heads < self.heads:
+            q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
+        a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
+        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        begins_document = context.doc[:, -T:] != context.doc[:, -T - 1 : -1]
+        g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
+        o = context.recur(q, k.to(v.dtype), v, g, torch.sigmoid(b))
+        o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
+        if gate:
+            o = o * F.silu(gate[0][:, -T:])
+        return linear(o, self.w_o)
+
+
+def rotation(
+    positions: Tensor, dims: int, base: float, scaling: list[float], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
+
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864). scaling: none, or Llama 3's
+    factor, low and high frequency factors, and length before it. Rates that turn less often than
+    `low` in that length are divided by the factor, those that turn more often than `high` are not.
+    """
+    rates = base ** -(torch.arange(0, dims, 2, device=positions.device) / dims)  # float32
+    if scaling:
+        factor, low, high, length = scaling
+        turns = length * rates / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        rates = rates * (keep + (1 - keep) / factor)
+    angle = positions[..., None, None] * rates
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+# An operator, or the compiler would compute the cosines of a token again for each of its heads.
+rotation = register("rotation", rotation, rotation)
+
+
+def rotate(x, cos, sin):
+    """Return x (B, T, H, D) with its first dimensions rotated, paired as in GPT-NeoX."""
+    half = cos.size(-1)
+    left, right, same = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
+
+
+def masked_attention(q, k, v, mask):
+    """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), over the keys that each query sees.
+
+    q (B, H, T, D), k and v (B, Hkv, S, D), mask (B, T, S). Heads that share keys become queries of
+    one head, because CUDA's kernels that take a mask do not take grouped heads.
+    """
+    rows = q.reshape(*k.shape[:2], -1, q.size(3))  # (B, Hkv, groups * T, D)
+    mask = mask.repeat(1, q.size(1) // k.size(1), 1)[:, None]
+    if q.is_cuda:
+        o = F.scaled_dot_product_attention(rows, k, v, mask)
+    else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
+        scores = widened(rows * q.size(3) ** -0.5 @ k.mT)
+        # Compiled code stores a boolean mask 30 times as slowly as numbers.
+        scores = scores + torch.where(mask, 0.0, -math.inf)
+        o = scores.softmax(-1).to(v.dtype) @ v
+    return o.reshape(q.shape)
+
+
+def attend(q, k, v, doc, window):
+    """Return causal attention inside documents (B, H, T, D).
+
+    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
+    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
+    CPU is 3 times as fast as one masked call at T = 4 windows.
+    """
+    T = q.size(2)
+    places = torch.arange(T, device=q.device)
+    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
+    outputs = []
+    for start in range(0, T, step):
+        queries = slice(start, start + step)
+        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
+        distance = places[queries, None] - places[keys]
+        same_doc = doc[:, queries, None] == doc[:, None, keys]
+        mask = (distance >= 0) & (distance < window) & same_doc
+        outputs.append(masked_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask))
+    return torch.cat(outputs, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
+
+    def __init__(self, config, window):
+        super().__init__()
+        dim = config.model_dim
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
+        width = config.attention_width
+        self.head_dim = width
+        self.window = window
+        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
+        self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
+        self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
+        self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        gain = torch.full((heads,), config.qk_gain_init)
+        self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.qk_norm:
+            kind = config.norms.split()[-1]
+            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
+
+    def forward(self, x, context):
+        """Return (B, T, dim) for x (B, T, dim), see Context."""
+        qkv = linear(x, self.w_qkv)
+        if self.bias is not None:
+            qkv = qkv + self.bias.to(x.dtype)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.parts, dim=2)  # (B, T, H, D)
+        if self.gated:
+            gate = q[:, :, 1::2]
+            q = q[:, :, ::2]
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        if self.q_gain is not None:
+            q = scaled(rms_norm(q), self.q_gain[:, None])
+            k = rms_norm(k)
+        if context.angles:
+            q = rotate(q, *context.angles)
+            k = rotate(k, *context.angles)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        o = context.attend(q, k, v, self.window).transpose(1, 2)
+        if self.gated:
+            o = o * torch.sigmoid(gate)
+        return linear(o.flatten(2), self.w_o)
+
+
+@dataclass
+class Context:
+    """Documents and positions of the tokens ids (B, T).
+
+    Layers mix tokens through its methods alone, so that the scripts that generate text (Decoder in
+    sample.py) can replace them by ones with a cache of earlier tokens.
+    """
+
+    recent: Tensor  # (B, CONV_TAPS-1 + T) the ids; in front, the places that a convolution reaches
+    doc: Tensor  # of the same shape: the number of each token's document
+    positions: Tensor  # (T,), or (B, T)
+    borders: Tensor | None = None  # documents as FlashAttention takes them, see document_borders
+    angles: tuple = ()  # cosines and sines of `rotation`; none without rotary positions
+
+    def of_layer(self, place):
+        """Return the context of a layer, given its place; where there is no cache, of all layers."""
+        return self
+
+    def project(self, x, weight):
+        """Return x W^T (B, CONV_TAPS-1 + T, C) for x (B, T, dim), with zeros in front."""
+        # x is padded and not the product: a GPU moves a tenth fewer bytes in a step
+        # (docs/lab/2026-11.md, 2026-11-26).
+        return linear(F.pad(x, (0, 0, CONV_TAPS - 1, 0)), weight)
+
+    def recur(self, *inputs):
+        """Return Gated DeltaNet's outputs for the inputs of gdn_chunk."""
+        if "gdn" in FAST:
+            o, *_ = FAST["gdn"](*inputs)
+        else:
+            o, _ = gdn_chunk(*inputs, chunk=64 if self.doc.is_cuda else 32)
+        return o
+
+    def attend(self, q, k, v, window):
+        """Return attention (B, H, T, D); shapes as in `attend`."""
+        if self.borders is not None:
+            return FAST["attention"](q, k, v, self.borders, window)
+        return attend(q, k, v, self.doc[:, CONV_TAPS - 1 :], window)
+
+
+def init_wave(units):
+    """Return omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
+    wave = 0.1 * torch.randn(3, units)
+    wave[0] += 1.0
+    wave[2] = 0.0
+    return nn.Parameter(wave)
+
+
+def oscillate(x, wave):
+    """Return sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
+
+    The activation of WiggleGPT (Eden-Eldith/WiggleGPT, model_bio.py).
+    """
+    omega, phi, b = wave.to(x.dtype)
+    return torch.sin(omega * x + phi) * torch.tanh(x) + b
+
+
+class MLP(nn.Module):
+    """Two matrices around an activation.
+
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
+    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
+
+    ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
+    adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        dim = config.model_dim
+        hidden = config.mlp_hidden or int(config.mlp_mult * dim)
+        self.kind = config.mlp
+        if self.kind not in MLPS:
+            raise ValueError(f"mlp={self.kind!r}: no such kind")
+        self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
+        if self.kind.startswith("bio"):
+            self.wave = init_wave(hidden)
+        if self.kind == "bio_soft":
+            self.w_gate = matrix((hidden,), hidden)
+            self.w_mix = matrix((hidden,), hidden)
+            self.mix_wave = init_wave(hidden)
+        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
+        self.w_down = nn.Parameter(torch.zeros(dim, hidden))
+
+    def forward(self, x):
+        """Return (B, T, dim) for x (B, T, dim)."""
+        h = linear(x, self.w_up)
+        if self.kind == "relu2":
+            h = F.relu(h).square()
+        elif self.kind == "leaky_relu2":
+            h = F.leaky_relu(h, 0.5).square()
+        elif self.kind == "gelu":
+            h = F.gelu(h)
+        elif self.kind == "swiglu":
+            gate, up = h.chunk(2, dim=-1)
+            h = F.silu(gate) * up
+        elif self.kind == "bio":
+            h = oscillate(h, self.wave)
+        elif self.kind == "bio_soft":
+            h = self.sparse_events(oscillate(h, self.wave))
+        return linear(h, self.w_down)
+
+    def voltage(self, h):
+        """Return the voltages (B, T, hidden) in (0, 1) of hidden units; above BIO_THRESHOLD is an event."""
+        return torch.sigmoid(linear(h, self.w_gate))
+
+    def sparse_events(self, h):
+        """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
+        spike = torch.sigmoid(5.0 * (self.voltage(h) - BIO_THRESHOLD))
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
+
+
+class Block(nn.Module):
+    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+
+    Its input is the stream after `mix`.
+    """
+
+    def __init__(self, config, norm):
+        super().__init__()
+        dim = config.model_dim
+        self.mixer_norm = Norm(norm, dim, config.norm_eps)
+        self.mlp_norm = Norm(norm, dim, config.norm_eps)
+        self.mlp = MLP(config)
+        self.mix = self.mixer_scale = self.mlp_scale = None
+        if config.residual_mix:
+            self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
+            self.mixer_scale = nn.Parameter(torch.ones(dim))
+            self.mlp_scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x, x0, mixer, context):
+        """Return the residual stream behind the layer (B, T, dim).
+
+        x is the stream before it, x0 the embedding, context what the mixer reads.
+        """
+        if self.mix is not None:
+            x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
+        x = x + scaled(mixer(self.mixer_norm(x), context), self.mixer_scale)
+        return x + scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
+
+
+def softcap(logits, cap):
+    """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
+    logits = widened(logits)
+    # tanh itself takes a CPU twice as long.
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+
+
+class GPT(nn.Module):
+    """The language model: embedding, layers, norm, and a head with a soft cap."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
+        # that of the weights.
+        self.dtype = None
+        # Whether a layer's activations are computed again in the backward pass, to save memory.
+        self.activation_checkpointing = False
+        if config.positions not in ("rope", "learned", "none"):
+            raise ValueError(f"positions={config.positions!r}: no such kind")
+        dim = config.model_dim
+        self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
+        is_tied = config.tie_embeddings
+        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
+        if config.positions == "learned":
+            self.positions_embed = matrix(
+                (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
+            )
+        if config.bigram_vocab_size:
+            # Zeros: a row that training never used changes nothing, and costs no bytes.
+            self.ngram_embed = nn.Parameter(torch.zeros(2 * config.bigram_vocab_size, BIGRAM_DIM))
+            self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
+        words = config.layers.split()
+        norms = config.norms.split()
+        for word in words:
+            if word[0].lower() not in "gsa":
+                raise ValueError(f"layers: {word!r} is no kind of layer")
+        if config.unet_skips and len(words) > 1:
+            self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
+
+        # Layers that share a mixer or a block have one name for it; others go by their place.
+        mixers = {}
+        blocks = {}
+        self.layers = []  # a block and a mixer per layer
+        for place, (word, norm) in enumerate(zip(words, norms, strict=True)):
+            mixer_name = word if word[1:] else place
+            block_name = word if word.isupper() else place
+            if mixer_name not in mixers:
+                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
+                is_gdn = word[0] in "gG"
+                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+            if block_name not in blocks:
+                blocks[block_name] = Block(config, norm)
+            self.layers.append((blocks[block_name], mixers[mixer_name]))
+        self.mixers = nn.ModuleList(mixers.values())
+        self.blocks = nn.ModuleList(blocks.values())
+        self.final_norm = Norm(norms[-1], dim, config.norm_eps)
+
+    def context(self, ids, doc=None, borders=None):
+        """Return the Context of ids (B, T) at the beginning of texts.
+
+        doc (B, T): the number of each token's document; None: each BOS begins one. borders: the
+        same for FlashAttention, see document_borders.
+        """
+        if doc is None:
+            doc = (ids == self.config.bos_id).cumsum(dim=1)
+        reach = (CONV_TAPS - 1, 0)
+        recent = F.pad(ids, reach, value=self.config.bos_id)
+        positions = torch.arange(ids.size(1), device=ids.device)
+        return Context(recent, F.pad(doc, reach), positions, borders)
+
+    def ngrams(self, recent, doc):
+        """Return the hashed embeddings of each token with the one and the two tokens before it.
+
+        (B, T, 2 * BIGRAM_DIM) for recent and doc of Context. Other documents count as BOS. This is
+        BigramHashEmbedding of Parameter Golf, with triples.
+        """
+        reach = CONV_TAPS - 1
+        rows = self.config.bigram_vocab_size
+        key = 36313 * recent[:, reach:]
+        places = []
+        for back, factor in ((1, 27191), (2, 51647)):
+            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
+            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            key = key ^ (factor * before)
+            places.append(key % rows + (back - 1) * rows)
+        return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
+
+    def features(self, ids, doc=None, borders=None, context=None):
+        """Return what the head reads (B, T, dim), for ids (B, T).
+
+        doc and borders: see `context`. Texts that are generated bring a context of their own (Decoder
+        in sample.py).
+        """
+        config = self.config
+        context = context or self.context(ids, doc, borders)
+        positions = context.positions
+        x = F.embedding(ids, self.embed)
+        x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
+        if config.positions == "rope":
+            dims = config.rope_dims or config.attention_width
+            scaling = config.rope_scaling
+            context.angles = rotation(positions, dims, config.rope_base, scaling, x.dtype)
+        if config.residual_mix:
+            x = rms_norm(x)
+        if config.positions == "learned":
+            x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
+        if config.bigram_vocab_size:
+            ngrams = self.ngrams(context.recent, context.doc)
+            x = x + linear(ngrams.to(x.dtype), self.w_ngram)
+
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        half = len(self.layers) // 2
+        skips = []
+        x0 = x
+        for place, (block, mixer) in enumerate(self.layers):
+            if skips and place >= half:
+                skip = skips.pop()
+                x = x + scaled(skip, self.skip[len(skips)])
+            run = block
+            if recompute:
+                run = functools.partial(activation_checkpoint, block, use_reentrant=False)
+            x = run(x, x0, mixer, context.of_layer(place))
+            if config.unet_skips and place < half:
+                skips.append(x)
+        return self.final_norm(x)
+
+    def logits(self, x):
+        """Return logits (..., V), float32 at least, of features x (..., dim)."""
+        logits = linear(x, self.embed if self.head is None else self.head)
+        return softcap(logits, self.config.logit_softcap)
+
+    def forward(self, ids, targets=None, borders=None):
+        """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
+        logits = self.logits(self.features(ids, borders=borders))
+        if targets is None:
+            return logits
+        logits = logits.flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets)
+
+
+# === end: model ===
+
+
+# === shared: decoder ===
+ROOM = 64  # tokens for which a Decoder makes room at a time
+
+
+def gdn_step(q, k, v, g, beta, state):
+    """Return Gated DeltaNet's output o and the next state for one token: the formula of gdn_chunk.
+
+    q and k (B, H, K), v and o (B, H, V), g and beta (B, H), state (B, H, K, V).
+    """
+    k = k.to(state.dtype)[..., None]  # (B, H, K, 1)
+    state = g.exp()[..., None, None] * state
+    delta = beta[..., None, None] * (v[..., None, :] - k.mT @ state)  # (B, H, 1, V)
+    state = state + k * delta
+    o = q.to(state.dtype)[..., None, :] @ state
+    return o[..., 0, :].to(v.dtype), state
+
+
+@dataclass(kw_only=True)
+class TextContext(Context):
+    """The Context of tokens that go on with texts. It keeps what layers need of the tokens so far.
+
+    Tensors are written in place, because a CUDA graph reads and writes the same memory at each
+    replay.
+    """
+
+    layers: list  # a dict for each layer: name -> tensor, with a row for each text
+    slots: Tensor  # (T,), where the tokens stand in the texts
+    distance: Tensor  # (T, room), how far before a token each slot is
+    is_seen: Tensor  # (B, T, room), whether a token sees it
+
+    def of_layer(self, place):
+        """Return the context of a layer, given its place."""
+        self.kept = self.layers[place]
+        return self
+
+    def keep(self, name, value):
+        """Keep a tensor under a name."""
+        self.kept.setdefault(name, torch.empty_like(value)).copy_(value)
+
+    def project(self, x, weight):
+        """Return x W^T (B, CONV_TAPS-1 + T, C), with the products of earlier tokens in front."""
+        x = F.pad(linear(x, weight), (0, 0, CONV_TAPS - 1, 0))
+        if "tail" in self.kept:
+            x[:, : CONV_TAPS - 1] = self.kept["tail"]
+        self.keep("tail", x[:, 1 - CONV_TAPS :])
+        return x
+
+    def recur(self, *inputs):
+        """Return the outputs of gdn_chunk, whose state goes on from call to call."""
+        state = self.kept.get("state")
+        if state is None or inputs[0].size(1) > 1:
+            o, state = gdn_chunk(*inputs, state)
+        else:
+            o, state = gdn_step(*inputs, state[:, None])
+            state = state[:, 0]
+        self.keep("state", state)
+        return o
+
+    def attend(self, q, k, v, window):
+        """Return attention (B, H, T, D) over all keys so far; shapes as in `attend`."""
+        if not self.kept:
+            shape = *k.shape[:2], self.distance.size(1), k.size(3)
+            self.kept.update(keys=k.new_zeros(shape), values=k.new_zeros(shape))
+        keys = self.kept["keys"].index_copy_(2, self.slots, k)
+        values = self.kept["values"].index_copy_(2, self.slots, v)
+        return masked_attention(q, keys, values, self.is_seen & (self.distance < window))
+
+
+class Decoder:
+    """Texts that go on token by token: the network's own modules with a cache for each layer.
+
+    `logits` (R, V) say what comes next. Prompts of different lengths are padded in front. Padding
+    and text are different documents, so no text sees its padding. compiled: whether a step is; on
+    CUDA it is recorded as a graph and replayed.
+    """
+
+    def __init__(self, network, prompts, compiled=False):
+        """Read the prompts, lists of at least one id."""
+        self.network = network
+        self.layers = [{} for _ in network.layers]  # what a TextContext keeps
+        self.graph = None
+        self.step = self.read
+        if compiled:
+            # Only sizes are dynamic: constants such as the soft cap would be traced twice (6 s).
+            torch._dynamo.config.specialize_float = True
+            self.step = torch.compile(self.read, dynamic=True)
+        bos = max(network.config.bos_id, 0)  # some imported models have none
+        ids = [torch.tensor(prompt) for prompt in prompts]
+        ids = pad_sequence(ids, True, bos, "left").to(network.embed.device)
+        before = CONV_TAPS - 1  # padding of all rows, which the first token's convolution reaches
+        padding = [[before + ids.size(1) - len(prompt)] for prompt in prompts]
+        self.used = ids.new_tensor(before)  # slots that hold a token
+        self.kept = {
+            "ids": F.pad(ids, (before, ROOM), value=bos),
+            "padding": ids.new_tensor(padding),
+        }
+        self.logits = self.read(ids)
+
+    def take(self, rows):
+        """Go on with these rows (n,) alone, in this order; a row may come several times."""
+        self.graph = None
+        self.logits = self.logits[rows]
+        for kept in (self.kept, *self.layers):
+            for name, value in kept.items():
+                kept[name] = value[rows]
+
+    def grow(self):
+        """Make room for more tokens."""
+        self.graph = None
+        self.kept["ids"] = F.pad(self.kept["ids"], (0, ROOM))
+        for kept in self.layers:
+            for name in kept.keys() & {"keys", "values"}:
+                kept[name] = F.pad(kept[name], (0, 0, 0, ROOM))
+
+    def context(self, ids):
+        """Return the TextContext of ids (B, T), the next tokens of the texts.
+
+        A text is one document, whatever its tokens are, and its padding another.
+        """
+        reach = self.used + torch.arange(1 - CONV_TAPS, ids.size(1), device=ids.device)
+        slots = reach[CONV_TAPS - 1 :]
+        self.used += ids.size(1)
+        texts = self.kept["ids"].index_copy_(1, slots, ids)  # (B, room)
+        padding = self.kept["padding"]
+        places = torch.arange(texts.size(1), device=ids.device)
+        docs = places >= padding
+        distance = slots[:, None] - places
+        return TextContext(
+            recent=texts[:, reach],
+            doc=docs[:, reach],
+            positions=(slots - padding).clamp(0),
+            layers=self.layers,
+            slots=slots,
+            distance=distance,
+            is_seen=(distance >= 0) & (docs[:, slots, None] == docs[:, None]),
+        )
+
+    def read(self, ids):
+        """Return the logits (R, V) of what comes after ids (R, T)."""
+        features = self.network.features(ids, context=self.context(ids))
+        return self.network.logits(features[:, -1])
+
+    def __call__(self, ids):
+        """Go on with ids (R,), a token in each row, or (R, T)."""
+        ids = ids.view(len(ids), -1)
+        while self.used + ids.size(1) > self.kept["ids"].size(1):
+            self.grow()
+        if ids.size(1) > 1:
+            self.logits = self.read(ids)
+            return
+        if self.graph:
+            self.ids.copy_(ids)
+            self.graph.replay()
+            self.logits = self.next_logits
+            return
+        self.logits = self.step(ids)
+        if ids.is_cuda:  # that step warmed up; the next ones are recorded here, and replayed
+            self.ids = ids.clone()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.next_logits = self.step(self.ids)
+
+
+# === end: decoder ===
+
+
+# -------------------------------------------------------------------------------------- transformers
 class UnderparConfig(PretrainedConfig):
     """The content of config.json: `shape` has the fields of GPTConfig."""
 
@@ -204,7 +1375,7 @@ class UnderparTokenizer(PreTrainedTokenizer):
     def convert_tokens_to_string(self, tokens):
         """Return the text of tokens that begin a document."""
         ids = [self._convert_token_to_id(token) for token in tokens]
-        return decode_bytes(self.inner, ids).decode(errors="replace")
+        return completion(self.inner, [], ids)
 
     def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
         """Return the ids of a text, or of two in a row, with what a text begins with."""

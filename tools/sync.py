@@ -3,10 +3,10 @@
     python tools/sync.py FILE [SECTION…]    copy FILE's sections (all, or the named ones) into the other scripts
     python tools/sync.py --check            list every difference and malformed fence; exit code 1 if there is one
 
-A section stands between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py
-and data/*.py that git knows: a copy for an experiment is left alone until `git add`. Only a script that carries
-the fence receives the section; an empty fence is an invitation. A section that was itself edited since HEAD is
-never overwritten: commit it, revert it, or name its file as the source.
+A section stands between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py,
+data/*.py and tools/modeling_underpar.py, if git knows them: a copy for an experiment is left alone until `git add`.
+Only a script that carries the fence receives the section; an empty fence is an invitation. A section that was
+itself edited since HEAD is never overwritten: commit it, revert it, or name its file as the source.
 """
 
 import os
@@ -23,6 +23,8 @@ ORDER = (
     "settings",
     "streams",
     "runtime",
+    "errors",
+    "folders",
     "machine",
     "files",
     "tokenizer",
@@ -59,6 +61,7 @@ ORDER = (
     "checkpoint",
     "log",
     "run",
+    "decoder",
     "generation",
     "split",
     "rewards",
@@ -140,7 +143,7 @@ def load(root: Path) -> dict[str, str]:
 
     A file that is not added to git is somebody's experiment: it is neither read nor changed.
     """
-    command = ["git", "ls-files", ":(glob)*.py", ":(glob)data/*.py"]
+    command = ["git", "ls-files", ":(glob)*.py", ":(glob)data/*.py", "tools/modeling_underpar.py"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if done.returncode:
         raise SyncError(f"{root}: sync needs a git checkout: {done.stderr.strip()}")
