@@ -134,6 +134,7 @@ class Settings:
     eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
     eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     eval_stride: int = 0  # stride of the sliding-window score; 0: leave that score out
+    stateful: bool = False  # also score each document in one forward of its length; slow
 
     def __post_init__(self):
         check_settings(self)
@@ -317,6 +318,7 @@ OUR_SETTINGS = {
     "SCORE_PATH",
     "SEED",
     "SHARD",
+    "STATEFUL",
     "SWA",
     "SYSTEM",
     "TARGET_VAL_LOSS",
@@ -4145,7 +4147,7 @@ ASKING = f"score_path held_out eval_prompts {SAMPLING}"
 READ_SETTINGS = {
     "generate": f"prompt layout system tools num_samples {SAMPLING}",
     "chat": f"system tools {SAMPLING}",
-    "text": "score_path eval_stride",
+    "text": "score_path eval_stride stateful",
     "task": f"reward eval_samples {ASKING}",
     "preference": "score_path score_model",
     "win": f"reward score_model score_judge {ASKING}",
@@ -4420,7 +4422,7 @@ def row_features(model, rows, one_document=True):
 
 @dataclass
 class Row:
-    """A context and an answer in ids, which together fit a model's context."""
+    """A context and an answer in ids, which fit a model's context unless they are a document."""
 
     context: list
     answer: list
@@ -4437,9 +4439,14 @@ def answer_logps(model, rows, one_document=True):
     inputs = [[*row.context, *row.answer[:-1]] for row in rows]
     for number, features in row_features(model, inputs, one_document):
         answer = torch.tensor(rows[number].answer, device=features.device)
-        logits = model.network.logits(features[-len(answer) :])
-        chosen = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
-        logps[number] = chosen.double().cpu()
+        features = features[-len(answer) :].split(
+            model.context
+        )  # all logits of a book are too many
+        parts = []
+        for part, ids in zip(features, answer.split(model.context), strict=True):
+            logits = model.network.logits(part)
+            parts.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+        logps[number] = torch.cat(parts).double().cpu()
     return logps
 
 
@@ -4656,8 +4663,8 @@ def read_documents(path, log):
         raise UserError(f"SCORE_PATH={path!r}: must be UTF-8 text or JSON lines; {error}") from None
 
 
-def stream_nats(model, stream, stride):
-    """Return the nats of all ids of a stream but the first, in windows of the model's context.
+def window_rows(model, stream, stride):
+    """Return Rows that score all ids of a stream but the first, in windows of the model's context.
 
     Without a stride, windows stand side by side. With one, a window ends `stride` ids after the one
     before it and scores these ids only, so that they have a longer context.
@@ -4669,6 +4676,22 @@ def stream_nats(model, stream, stride):
         begin = max(0, end - model.context) if stride else first
         rows.append(Row(stream[begin : first + 1], stream[first + 1 : end + 1]))
         first = end
+    return rows
+
+
+def document_rows(stream, bos_id):
+    """Return Rows that score the same ids, a document in each: it is seen as a whole, from its BOS on.
+
+    Its last id predicts the BOS of the next document.
+    """
+    begins = [place for place, token in enumerate(stream) if token == bos_id]
+    ends = [*begins[1:], len(stream) - 1]
+    spans = zip(begins, ends, strict=True)
+    return [Row([bos_id], stream[begin + 1 : end + 1]) for begin, end in spans if begin < end]
+
+
+def summed_nats(model, rows):
+    """Return the nats of the answers of all rows."""
     return -sum(logps.sum().item() for logps in answer_logps(model, rows, one_document=False))
 
 
@@ -4683,6 +4706,10 @@ def score_text(models, path, settings):
     stride = settings.eval_stride
     if stride >= model.context:
         raise UserError(f"EVAL_STRIDE={stride}: must be less than the context, {model.context}")
+    if settings.stateful and model.network.config.positions == "learned":
+        raise UserError(
+            f"STATEFUL=1: must be 0, for the model's learned positions end at {model.context} tokens"
+        )
     documents = read_documents(path, models.log)
     stream = []
     size = 0
@@ -4701,11 +4728,14 @@ def score_text(models, path, settings):
         size = source_size
     result = {"documents": len(documents), "tokens": len(stream) - 1}
     result |= {"bytes": size, "source_bytes": source_size}
-    strides = {"": 0}
+    nats_by_way = {"": summed_nats(model, window_rows(model, stream, 0))}
     if stride:
-        strides["_sliding"] = stride
-    for suffix, step in strides.items():
-        nats = stream_nats(model, stream, step)
+        nats_by_way["_sliding"] = summed_nats(model, window_rows(model, stream, stride))
+    if settings.stateful:
+        # One by one: beside a long document others would be padded to its length.
+        rows = document_rows(stream, model.tokenizer.bos_id)
+        nats_by_way["_stateful"] = sum(summed_nats(model, [row]) for row in rows)
+    for suffix, nats in nats_by_way.items():
         result[f"bpb{suffix}"] = nats / math.log(2) / size
         result[f"nats{suffix}"] = nats
         if source_size != size:

@@ -370,6 +370,7 @@ OUR_SETTINGS = {
     "SCORE_PATH",
     "SEED",
     "SHARD",
+    "STATEFUL",
     "SWA",
     "SYSTEM",
     "TARGET_VAL_LOSS",

@@ -18,6 +18,7 @@ from test_data import NO_SPACE, PREFIX, train_model
 from test_weights import network, pack
 
 import sample as S
+import train_gpt as T
 import train_grpo as G
 from conftest import BYTES, ROOT, blocks, exit_code, refusal, write_lines
 
@@ -129,6 +130,28 @@ def test_bits_per_byte_by_single_predictions(place, tmp_path):
         assert scores[f"nats{name}"] == pytest.approx(nats, rel=1e-6)
         assert scores[f"bpb{name}"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
     assert abs(scores["bpb_sliding"] - scores["bpb"]) > 1e-5
+
+
+def test_whole_documents_have_the_stateful_score_of_training(place, tmp_path):
+    """In float64, as val_bpb_stateful: documents longer than the context, one without ids, the end."""
+    net = loaded(place, "main").double()
+    rows = [{"text": text} for text in DOCUMENTS]
+    path = write(tmp_path, "text.jsonl", *rows)
+    asked = settings(place, "text", score_path=path, stateful=True, eval_stride=20)
+    models = S.Models(model_of(net), None, None, print)
+    scores = S.score_text(models, path, asked)
+    stream = []
+    for text in DOCUMENTS:
+        stream += [BOS, *ids_of(text)]
+    scorer = T.Scorer(BOS, T.Runtime(0, 1, torch.device("cpu"), False), CONTEXT, 1)
+    expected = T.score_documents(scorer, net, T.EvalText(np.array(stream), scores["bytes"]))
+    assert scores["nats_stateful"] == pytest.approx(expected.nats, rel=0, abs=1e-9)
+    assert scores["bpb_stateful"] == pytest.approx(expected.bpb, rel=0, abs=1e-9)
+    assert abs(scores["bpb_stateful"] - scores["bpb"]) > 1e-5
+    assert [len(row.answer) for row in S.document_rows([BOS, 7, BOS, BOS, 8, 9], BOS)] == [2, 1, 2]
+    assert S.document_rows([BOS, 7, BOS], BOS) == [S.Row([BOS], [7, BOS])]
+    net.config.positions = "learned"
+    refusal(S.UserError, "^STATEFUL=1: must be 0", S.score_text, models, path, asked)
 
 
 def test_plain_text_is_one_document(place, tmp_path, capsys):
@@ -670,7 +693,7 @@ def test_a_score_that_is_not_finite_is_an_error(place, tmp_path, monkeypatch, ca
     bad.write_text("axc")
     file = tmp_path / "scores.json"
     nats = iter([math.nan, 3.0])
-    monkeypatch.setattr(S, "stream_nats", lambda *_: next(nats))
+    monkeypatch.setattr(S, "summed_nats", lambda *_: next(nats))
     given = settings(place, "text", score_path=f"{bad},{good}", score_file=str(file))
     with pytest.raises(
         FloatingPointError, match=r"^SCORE=text: not finite: bpb of .*bad\.txt, nats"
