@@ -160,6 +160,7 @@ class Settings:
     # whose standard deviation advantages are divided by
     scale_rewards: Literal["group", "batch", "none"] = "group"
     kl_beta: float = 0.0  # weight of the divergence from the reference
+    entropy_beta: float = 0.0  # weight of the entropy of what samples, which it raises
     mini_batches: int = bounded(4, 1)  # updates by the samples of a step
     epochs: int = bounded(1, 1)  # times that each sample is used
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
@@ -234,6 +235,8 @@ OTHER_NAMES = {
     "EMA_ENABLED": "EMA",
     "EMBED_BITS": 8,
     "EMBED_LR": "TIED_EMBED_LR",
+    "ENTROPY_COEFF": "ENTROPY_BETA",
+    "ENT_COEF": "ENTROPY_BETA",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
     "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
@@ -305,6 +308,7 @@ OUR_SETTINGS = {
     "DISTILL_STEPS",
     "DTYPE",
     "EMA",
+    "ENTROPY_BETA",
     "ENVIRONMENT",
     "EPOCHS",
     "EVAL_PROMPTS",
@@ -5297,18 +5301,21 @@ def row_features(network, batch):
     return network.features(ids, doc=doc)[:, :length]
 
 
-def token_logps(network, batch, temperature):
-    """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
+def token_logps(network, batch, temperature, entropy_grad=False):
+    """Return log-probabilities (B, T) of batch.targets, and the entropies of their distributions.
 
     Both are 0 where batch.mask is false. Logits are made for some tokens at a time and made again
     in the backward pass: all of them, (B, T, vocabulary), would take more memory than the network.
+    entropy_grad: whether the entropies have a gradient; otherwise no graph is kept for them.
     """
     # Several tensors of these logits live at a time, of up to 1 GiB in float32.
     count = min(4096, 2**28 // network.config.vocab_size)
 
     def chunk_logps(features, targets):
         logps = (network.logits(features) / temperature).log_softmax(-1)  # (tokens, vocabulary)
-        entropies = torch.special.entr(logps.detach().exp()).sum(-1)
+        # Not by special.entr, whose gradient is a NaN where a probability is 0.
+        with torch.set_grad_enabled(entropy_grad):
+            entropies = -(logps.exp() * logps).sum(-1)
         return logps.gather(1, targets[:, None])[:, 0], entropies
 
     features = row_features(network, batch)[batch.mask].split(count)  # (tokens, dim) each
@@ -6747,10 +6754,9 @@ class GRPOTrainer(PolicyTrainer):
 
         They are the training forward's: the sampler's last digits would count in a narrow band.
         """
-        # Without KL_BETA an answer of no advantage has no gradient: it is left out.
-        answers = [
-            answer for answer in answers if any(answer.advantages()) or self.settings.kl_beta
-        ]
+        # Without KL_BETA and ENTROPY_BETA an answer of no advantage has no gradient: it is left out.
+        if not (self.settings.kl_beta or self.settings.entropy_beta):
+            answers = [answer for answer in answers if any(answer.advantages())]
         batches = make_batches(answers, self.runtime.device, self.micro_tokens)
         for batch in batches:
             batch.old, _ = token_logps(self.network, batch, self.settings.temperature)
@@ -6779,8 +6785,11 @@ class GRPOTrainer(PolicyTrainer):
             sums = {name: torch.zeros((), device=runtime.device) for name in METRICS}
             with self.weights(qat):
                 for batch in batches:
-                    logps, entropy = token_logps(self.network, batch, settings.temperature)
+                    logps, entropy = token_logps(
+                        self.network, batch, settings.temperature, settings.entropy_beta > 0
+                    )
                     losses, parts = policy_loss(logps, batch, settings)
+                    losses = losses - settings.entropy_beta * entropy
                     weights = token_weights(batch.mask, total, settings, runtime.world_size)
                     loss = (losses * weights).sum()
                     loss.backward()

@@ -153,6 +153,7 @@ class Settings:
     left_clip_range: float = 0.2  # below 1, for the ratio of probabilities
     right_clip_range: float = 0.2  # above 1
     kl_beta: float = 0.05  # weight of the divergence from the reference
+    entropy_beta: float = 0.0  # weight of the entropy of what samples, which it raises
     # its estimate at a token, which rewards lose: k1 without bias, k3 above 0
     kl_shaping: Literal["k1", "k3"] = "k1"
     kl_target: float = 0.0  # nats an answer by k1, to which KL_BETA is steered; 0: it stays
@@ -221,6 +222,8 @@ OTHER_NAMES = {
     "EMA_ENABLED": "EMA",
     "EMBED_BITS": 8,
     "EMBED_LR": "TIED_EMBED_LR",
+    "ENTROPY_COEFF": "ENTROPY_BETA",
+    "ENT_COEF": "ENTROPY_BETA",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
     "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
@@ -292,6 +295,7 @@ OUR_SETTINGS = {
     "DISTILL_STEPS",
     "DTYPE",
     "EMA",
+    "ENTROPY_BETA",
     "ENVIRONMENT",
     "EPOCHS",
     "EVAL_PROMPTS",
@@ -5273,18 +5277,21 @@ def row_features(network, batch):
     return network.features(ids, doc=doc)[:, :length]
 
 
-def token_logps(network, batch, temperature):
-    """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
+def token_logps(network, batch, temperature, entropy_grad=False):
+    """Return log-probabilities (B, T) of batch.targets, and the entropies of their distributions.
 
     Both are 0 where batch.mask is false. Logits are made for some tokens at a time and made again
     in the backward pass: all of them, (B, T, vocabulary), would take more memory than the network.
+    entropy_grad: whether the entropies have a gradient; otherwise no graph is kept for them.
     """
     # Several tensors of these logits live at a time, of up to 1 GiB in float32.
     count = min(4096, 2**28 // network.config.vocab_size)
 
     def chunk_logps(features, targets):
         logps = (network.logits(features) / temperature).log_softmax(-1)  # (tokens, vocabulary)
-        entropies = torch.special.entr(logps.detach().exp()).sum(-1)
+        # Not by special.entr, whose gradient is a NaN where a probability is 0.
+        with torch.set_grad_enabled(entropy_grad):
+            entropies = -(logps.exp() * logps).sum(-1)
         return logps.gather(1, targets[:, None])[:, 0], entropies
 
     features = row_features(network, batch)[batch.mask].split(count)  # (tokens, dim) each
@@ -6564,7 +6571,8 @@ class PPOTrainer(PolicyTrainer, Stateful):
         trunk = SimpleNamespace(
             features=lambda ids, doc: features, logits=network.logits, config=network.config
         )
-        logps, entropy = token_logps(trunk, batch, self.settings.temperature)
+        settings = self.settings
+        logps, entropy = token_logps(trunk, batch, settings.temperature, settings.entropy_beta > 0)
         values = features.to(network.w_value.dtype) @ network.w_value
         return logps, torch.where(batch.mask, values, 0.0), entropy
 
@@ -6630,7 +6638,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
                 for batch in batches:
                     logps, values, entropy = self.forward(batch)
                     losses, parts = ppo_loss(logps, values, batch, settings)
-                    loss = losses.sum() / tokens
+                    loss = (losses - settings.entropy_beta * entropy).sum() / tokens
                     loss.backward()
                     sums["loss"] += loss.detach()
                     sums["tokens"] += batch.mask.sum()

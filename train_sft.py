@@ -221,6 +221,8 @@ OTHER_NAMES = {
     "EMA_ENABLED": "EMA",
     "EMBED_BITS": 8,
     "EMBED_LR": "TIED_EMBED_LR",
+    "ENTROPY_COEFF": "ENTROPY_BETA",
+    "ENT_COEF": "ENTROPY_BETA",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
     "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
@@ -292,6 +294,7 @@ OUR_SETTINGS = {
     "DISTILL_STEPS",
     "DTYPE",
     "EMA",
+    "ENTROPY_BETA",
     "ENVIRONMENT",
     "EPOCHS",
     "EVAL_PROMPTS",
@@ -5208,18 +5211,21 @@ def row_features(network, batch):
     return network.features(ids, doc=doc)[:, :length]
 
 
-def token_logps(network, batch, temperature):
-    """Return log-probabilities (B, T) of batch.targets, and the entropies there, without a gradient.
+def token_logps(network, batch, temperature, entropy_grad=False):
+    """Return log-probabilities (B, T) of batch.targets, and the entropies of their distributions.
 
     Both are 0 where batch.mask is false. Logits are made for some tokens at a time and made again
     in the backward pass: all of them, (B, T, vocabulary), would take more memory than the network.
+    entropy_grad: whether the entropies have a gradient; otherwise no graph is kept for them.
     """
     # Several tensors of these logits live at a time, of up to 1 GiB in float32.
     count = min(4096, 2**28 // network.config.vocab_size)
 
     def chunk_logps(features, targets):
         logps = (network.logits(features) / temperature).log_softmax(-1)  # (tokens, vocabulary)
-        entropies = torch.special.entr(logps.detach().exp()).sum(-1)
+        # Not by special.entr, whose gradient is a NaN where a probability is 0.
+        with torch.set_grad_enabled(entropy_grad):
+            entropies = -(logps.exp() * logps).sum(-1)
         return logps.gather(1, targets[:, None])[:, 0], entropies
 
     features = row_features(network, batch)[batch.mask].split(count)  # (tokens, dim) each

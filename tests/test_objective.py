@@ -499,6 +499,49 @@ def test_logits_are_made_for_4096_tokens_at_most(M):
     ).abs().max() < 1e-12
 
 
+def test_entropies_have_their_gradient_if_asked_and_no_graph_otherwise(monkeypatch):
+    """By the whole softmax and by finite differences; a probability of 0 makes no NaN."""
+    table = Table(40)
+    with torch.no_grad():
+        table.embed[3, 5] = -2000.0
+    rows = [([3], [4, 3, 7], [0.0] * 3, 1.0), ([6], [3], [0.0], 1.0)]
+    [batch] = G.make_batches(answers_of(G, rows), CPU, 1 << 30)
+    factors = torch.randn(batch.mask.shape) * batch.mask
+
+    def weighted():
+        _, entropy = G.token_logps(table, batch, 0.6, True)
+        return (factors * entropy).sum()
+
+    whole = (table.embed[batch.ids] / 0.6).log_softmax(-1)
+    expected = (factors * torch.special.entr(whole.exp()).sum(-1)).sum()
+    assert abs(weighted() - expected) < 1e-12
+    [found] = torch.autograd.grad(weighted(), table.embed)
+    chance = whole.exp()
+    slopes = -chance * (whole + torch.special.entr(chance).sum(-1, keepdim=True)) / 0.6
+    by_hand = torch.zeros_like(found).index_put(
+        (batch.ids,), slopes * factors[..., None], accumulate=True
+    )
+    assert (found - by_hand).abs().max() < 1e-12 and found[3, 5] == 0
+    for place in [(3, 4), (3, 20), (4, 3), (6, 39)]:
+        moved = []
+        for step in (1e-6, -1e-6):
+            table.embed.data[place] += step
+            moved.append(weighted().item())
+            table.embed.data[place] -= step
+        assert (moved[0] - moved[1]) / 2e-6 == pytest.approx(found[place].item(), abs=1e-8)
+
+    monkeypatch.setattr(G, "activation_checkpoint", lambda function, *given, **_: function(*given))
+    kept = []
+    large = {}  # tensors of a row for each token that the backward pass would read
+    for entropy_grad in (False, True):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            _, entropy = G.token_logps(table, batch, 0.6, entropy_grad)
+        assert entropy.requires_grad == entropy_grad
+        large[entropy_grad] = len({x.data_ptr() for x in kept if x.shape == (4, 40)})
+    assert large[False] == 1 < large[True]
+
+
 # ------------------------------------------------------------------------------------------------- updates of a trainer
 SMALL = dict(
     temperature=1.0,
@@ -743,6 +786,32 @@ def test_updates_are_those_of_a_plain_loop(M, clip, epsilon, monkeypatch):
         metrics["grad_norm"] == pytest.approx(statistics.mean(norms), abs=1e-10) and max(norms) > 1
     )
     assert min(norms) > 0.01, (norms, clips_of(metrics))
+
+
+@pytest.mark.parametrize(
+    ("M", "changes"),
+    [(G, dict(reduction="sequence")), (G, dict(reduction="dapo")), (S, dict())],
+    ids=["sequence", "dapo", "gspo"],
+)
+def test_an_entropy_bonus_raises_the_mean_that_the_loss_takes(M, changes, monkeypatch):
+    """Where rewards say nothing its gradient is all there is: that of the entropies at TEMPERATURE, by
+    an answer's length or by token. Such answers are read.
+    """
+    scripted(monkeypatch, M)
+    table = Table()
+    own = trainer(M, table, entropy_beta=0.3, temperature=0.5, micro_batch_tokens=30, **changes)
+    metrics = take(own, QUERIES, lambda queries, texts: [1.0] * 12, multiplier=0.0)
+    plain = table.embed.detach().clone().requires_grad_()
+    answers = own.sample(QUERIES, 3, 0.5, [(own.settings.seed, 0, at) for at in range(4)])
+    tokens = sum(len(answer.ids) for answer in answers)
+    mean = 0.0
+    for answer in answers:
+        logps = (plain[[ASSISTANT, *answer.ids[:-1]]] / 0.5).log_softmax(-1)
+        weight = 1 / tokens if changes.get("reduction") == "dapo" else 1 / 12 / len(answer.ids)
+        mean = mean - weight * (logps.exp() * logps).sum()
+    mean.backward()
+    assert metrics["loss"] == pytest.approx(-0.3 * mean.item(), abs=1e-12)
+    assert (table.embed.grad + 0.3 * plain.grad).abs().max() < 1e-12 < plain.grad.abs().max()
 
 
 def recorded(monkeypatch, M):

@@ -444,6 +444,23 @@ def test_a_constant_critic_gives_the_plain_policy_gradient(monkeypatch):
     assert abs(metrics["policy_loss"]) < 1e-12  # minus the mean of the whitened advantages
 
 
+def test_an_entropy_bonus_raises_the_mean_over_tokens(monkeypatch):
+    """Its gradient, beside that of the same step without it, is that of the entropies at TEMPERATURE."""
+    scripted(monkeypatch, P)
+    slopes = []
+    for beta in (0.0, 0.3):
+        table = Table()
+        own = trainer(table, entropy_beta=beta, temperature=0.5)
+        take(own, QUERIES, lengths_score, multiplier=0.0)
+        slopes.append(table.embed.grad)
+    plain = table.embed.detach().clone().requires_grad_()
+    answers = own.sample(QUERIES, 3, 0.5, [(own.settings.seed, 0, at) for at in range(4)])
+    before = [token for answer in answers for token in [ASSISTANT, *answer.ids[:-1]]]
+    logps = (plain[before] / 0.5).log_softmax(-1)
+    (logps.exp() * logps).sum(1).mean().backward()
+    assert (slopes[1] - slopes[0] - 0.3 * plain.grad).abs().max() < 1e-12 < plain.grad.abs().max()
+
+
 def test_what_stands_in_the_padding_never_reaches_a_value():
     own = trainer(valued())
     [batch] = P.make_batches(answers_of(P, with_logps(rows_of(2, 5))), CPU, 1 << 30)
