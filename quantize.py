@@ -215,6 +215,7 @@ OUR_SETTINGS = {
     "CENTERING",
     "COMPILE",
     "CONFIG",
+    "CREDIT",
     "DATA_PATH",
     "DELTA_BITS",
     "DELTA_GROUP",

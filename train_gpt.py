@@ -277,6 +277,7 @@ OUR_SETTINGS = {
     "CENTERING",
     "COMPILE",
     "CONFIG",
+    "CREDIT",
     "DATA_PATH",
     "DELTA_BITS",
     "DELTA_GROUP",

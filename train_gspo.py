@@ -47,6 +47,7 @@ Scores call the same forward: a term of training alone goes behind torch.is_grad
 
 import asyncio
 import base64
+import bisect
 import collections
 import contextlib
 import copy
@@ -136,6 +137,8 @@ class Settings:
     environment: Paths = ""  # file.py:Class of what answers the policy; empty: problems
     max_turns: int = bounded(8, 1)  # answers of the policy in a conversation
     discount: float = bounded(1.0, 0.0, 1.0)  # rewards count by its powers: DISCOUNT**turn
+    # whose rewards train an answer: all, or those from its turn on, see credit_turns
+    credit: Literal["conversation", "turn"] = "conversation"
     # policy at the start
     # a run, a checkpoint or an artifact; empty: a new network, in train_gpt.py and train_sft.py
     init_from: Paths = ""
@@ -199,6 +202,11 @@ class Settings:
             object.__setattr__(self, "importance", "token")
         check_settings(self)
         prompts_unit(self, ranks=1)
+        if self.credit == "turn" and self.importance == "sequence":
+            raise UserError(
+                "CREDIT='turn': must be conversation, or IMPORTANCE=token: a sequence's ratio gives all "
+                "its tokens the same gradient"
+            )
 
 
 # === shared: settings ===
@@ -287,6 +295,7 @@ OUR_SETTINGS = {
     "CENTERING",
     "COMPILE",
     "CONFIG",
+    "CREDIT",
     "DATA_PATH",
     "DELTA_BITS",
     "DELTA_GROUP",
@@ -6340,13 +6349,16 @@ def find_problems(settings, check=prompt_turns, log=print):
 
     They are those of split_problems or, of an environment, seeds. Raises UserError.
     """
+    unread = ("train_files", "val_files", "reward")
+    if not settings.environment:
+        unread = ("max_turns", "discount", "credit")
+    for name in unread:
+        value = getattr(settings, name)
+        if value != getattr(Settings, name):
+            which = "with" if settings.environment else "without"
+            raise UserError(f"{name.upper()}={value!r}: not read {which} ENVIRONMENT")
     if not settings.environment:
         return split_problems(settings, check, log)
-    for name in ("train_files", "val_files", "reward"):
-        if getattr(settings, name) != getattr(Settings, name):
-            raise UserError(
-                f"{name.upper()}={getattr(settings, name)!r}: not read with ENVIRONMENT"
-            )
     held_out = range(HELD_OUT_SEED, HELD_OUT_SEED + settings.eval_prompts)
     choice = range(held_out.stop, held_out.stop + CHOICE_PROBLEMS)
     first = settings.seed << 20
@@ -6397,7 +6409,8 @@ class Episode(Answer):
         self.earned = []  # of the answers that step was given; MAX_NEW_TOKENS may cut one more
         self.done = False  # whether the environment ended it
         self.fault = ""
-        self.place = 0  # number of ids before the present answer
+        self.starts = [0]  # number of ids before each answer
+        self.turn_advantages = []  # of the answers, where each has its own
         self.environment = self.call(environment)
         self.first_text = "?"
         self.prompt = self.call(self.reset, seed)
@@ -6452,10 +6465,11 @@ class Episode(Answer):
 
     def reply(self):
         """Return the ids that follow the present answer."""
-        context = [*self.prompt, *self.ids[: self.place]]
-        text = completion(self.tokenizer, context, self.ids[self.place :])
+        start = self.starts[-1]
+        text = completion(self.tokenizer, [*self.prompt, *self.ids[:start]], self.ids[start:])
         given = self.call(self.step, text) or []
-        self.place = len(self.ids) + len(given)
+        if given:
+            self.starts.append(len(self.ids) + len(given))
         return given
 
     def total(self, discount):
@@ -6463,6 +6477,31 @@ class Episode(Answer):
         self.reward = sum(reward * discount**turn for turn, reward in enumerate(self.earned))
         self.rewards = {f"turn{turn}": reward for turn, reward in enumerate(self.earned, 1)}
         return self.reward
+
+    def returns(self, discount):
+        """Return for each answer the discounted rewards from its turn on; none after a fault.
+
+        The answer that MAX_NEW_TOKENS cut has no reward.
+        """
+        if self.fault:
+            return []
+        begun = sum(start < len(self.ids) for start in self.starts)
+        earned = [*self.earned, 0.0][:begun]
+        returns = []
+        for reward in reversed(earned):
+            later = returns[-1] if returns else 0.0
+            returns.append(reward + discount * later)
+        return returns[::-1]
+
+    def advantages(self):
+        """Return the advantage of each token of the row, or in a list the one that all have."""
+        if not self.turn_advantages:
+            return super().advantages()
+        advantages = [0.0] * (len(self.prompt) - 1)  # of tokens of the prompt
+        for place in range(len(self.ids)):
+            turn = bisect.bisect(self.starts, place) - 1
+            advantages.append(self.turn_advantages[turn])
+        return advantages
 
 
 def new_episodes(trainer, seed, count):
@@ -6504,6 +6543,43 @@ def episode_rewards(trainer, episodes):
     groups = rewards.view(-1, trainer.settings.group_size)
     groups = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups)
     return groups.nan_to_num().flatten()
+
+
+def turn_advantages(returns, scale, batch_std):
+    """Return group_advantages of the answers of a group at the same turn, by answer and turn.
+
+    returns: of each conversation what its answers return, in turn. An answer that is alone at its
+    turn has an advantage of 0.
+    """
+    advantages = [[0.0] * len(one) for one in returns]
+    for turn in itertools.count():
+        there = [number for number, one in enumerate(returns) if turn < len(one)]
+        if len(there) < 2:
+            return advantages
+        values = torch.tensor([[returns[number][turn] for number in there]], dtype=torch.float64)
+        values = group_advantages(values, scale, batch_std)[0].tolist()
+        for number, value in zip(there, values, strict=True):
+            advantages[number][turn] = value
+
+
+def credit_turns(trainer, groups):
+    """Give each answer of conversations an advantage of its own, by what it returns: the discounted
+    rewards from its turn on.
+
+    Compared are the answers of a group at the same turn. GiGPO (arXiv 2505.10978, section 4.2)
+    compares returns in the same way, at equal states. groups: of Episodes.
+    """
+    settings = trainer.settings
+    returns = []
+    for group in groups:
+        returns.append([episode.returns(settings.discount) for episode in group])
+    everything = [*itertools.chain(*itertools.chain(*returns))]
+    _, variance = moments(torch.tensor(everything, dtype=torch.float64), trainer.runtime)
+    std = variance.sqrt().cpu()
+    for group, own in zip(groups, returns, strict=True):
+        by_answer = turn_advantages(own, settings.scale_rewards, std)
+        for episode, advantages in zip(group, by_answer, strict=True):
+            episode.turn_advantages = advantages
 
 
 def episode_metrics(trainer, episodes):
@@ -6733,6 +6809,8 @@ class GSPOTrainer(PolicyTrainer):
         answers = [*itertools.chain(*groups)]
         for answer, advantage in zip(answers, advantages.flatten().tolist(), strict=True):
             answer.advantage = advantage
+        if settings.credit == "turn":
+            credit_turns(self, groups)
         return Rollout(groups_of(answers, len(answers) // settings.mini_batches), metrics)
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
 """Section environment: conversations with an environment, tokens, rewards and faults; the guide's examples."""
 
+import itertools
 import json
 import math
 import random
@@ -17,6 +18,7 @@ import train_gspo as P
 from conftest import BYTES, ROOT, blocks, environment, load_tool, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+BY_TURN = {G: dict(credit="turn"), P: dict(credit="turn", importance="token")}
 both = pytest.mark.parametrize("M", [G, P], ids=["grpo", "gspo"])
 
 
@@ -136,8 +138,7 @@ def test_rewards_are_discounted_by_turn_and_turns_have_a_limit(M):
     episode = M.Episode(Counting, 3, BYTES, M.Settings(max_turns=3))
     assert episode.prompt == M.asked_ids(BYTES, [("<|user|>", "q3")])
     for turn, text in enumerate("abc"):
-        episode.ids = [*range(turn * 9), ord(text) + 4, 263]
-        episode.place = turn * 9
+        episode.ids = [*range(episode.starts[-1]), ord(text) + 4, 263]
         given = episode.reply()
         assert given == ([] if turn == 2 else M.observation_ids(BYTES, f"<{turn + 1}>"))
     assert episode.environment.said == ["a", "b", "c"] and not episode.done
@@ -146,6 +147,68 @@ def test_rewards_are_discounted_by_turn_and_turns_have_a_limit(M):
     metrics = own.train_step(range(4))
     assert metrics["turns"] <= 1 and metrics["dropped"] == 0
     assert metrics["cut"] == 1  # one answer does not end the game of four
+
+
+@both
+def test_credit_by_turn(M):
+    """Advantages of a two-turn game by hand, and at each token that the policy drew."""
+    # Half of a reward counts one turn earlier. One conversation is over after a turn, the second
+    # answer of another is cut and earns nothing, and one has a fault.
+    episodes = []
+    for earned, starts in (([0, 1], [0, 5]), ([1], [0]), ([0], [0, 5]), ([1], [0])):
+        episode = M.Episode(Counting, 3, BYTES, M.Settings())
+        episode.earned = earned
+        episode.starts = starts
+        episode.ids = [9, 9, 8, 8, 8, 9, 9][: 7 if len(starts) == 2 else 2]
+        episode.logps = [-1.0, -1.0, None, None, None, -1.0, -1.0][: len(episode.ids)]
+        episodes.append(episode)
+    episodes[3].fault = "x"
+    assert [one.returns(0.5) for one in episodes] == [[0.5, 1], [1], [0, 0], []]
+    own = trainer(M, Counting, discount=0.5, **BY_TURN[M])
+    M.credit_turns(own, [episodes])
+    first = 0.5 / (0.5 + 1e-4)
+    second = 0.5 / (math.sqrt(0.5) + 1e-4)
+    by_turn = [[0, second], [first], [-first, -second], []]
+    for episode, expected in zip(episodes, by_turn, strict=True):
+        assert episode.turn_advantages == pytest.approx(expected, abs=1e-12)
+    before = [0.0] * (len(episodes[0].prompt) - 1)
+    assert episodes[2].advantages() == [*before, *[-first] * 5, *[-second] * 2]
+    # By the returns of all answers of the step, and undivided.
+    spread = statistics.stdev([0.5, 1, 1, 0, 0]) + 1e-4
+    for scale, divisor in (("batch", spread), ("none", 1.0)):
+        own = trainer(M, Counting, discount=0.5, scale_rewards=scale, **BY_TURN[M])
+        M.credit_turns(own, [episodes])
+        values = [value / divisor for value in (0, 0.5, 0.5, -0.5, -0.5)]
+        found = [*itertools.chain(*(one.turn_advantages for one in episodes))]
+        assert found == pytest.approx(values, abs=1e-12)
+
+    # Of a rollout: what the loss multiplies each drawn token with.
+    class Varied(Counting):
+        def step(self, text):
+            observation, _, done = super().step(text)
+            return observation, len(text), done or len(text) % 3 == 2
+
+    own = trainer(M, Varied, **BY_TURN[M])
+    (answers,) = own.rollout(range(4), 0).answers
+    for group in M.groups_of(answers, 4):
+        for answer in group:
+            there = [one.returns(1.0)[0] for one in group]
+            mean, std = statistics.fmean(there), statistics.stdev(there)
+            value = (answer.returns(1.0)[0] - mean) / (std + 1e-4)
+            assert answer.turn_advantages[0] == pytest.approx(value, abs=1e-9)
+            assert answer.advantage == pytest.approx(value, abs=1e-9)  # of all: that of the first
+            turns = [-1]
+            for before, logp in itertools.pairwise([None, *answer.logps]):
+                turns.append(turns[-1] + (before is None and logp is not None))
+            [batch] = M.make_batches([answer], torch.device("cpu"), 10_000)
+            drawn = [
+                at for at, logp in zip(turns[1:], answer.logps, strict=True) if logp is not None
+            ]
+            expected = torch.tensor([answer.turn_advantages[turn] for turn in drawn])
+            assert torch.equal(batch.advantages[batch.mask], expected)
+            assert len({*drawn}) == len(answer.turn_advantages)
+    assert len({len(answer.turn_advantages) for answer in answers}) > 1
+    assert own.update(own.rollout(range(4), 1))["grad_norm"] > 0
 
 
 class Faulty(Counting):
@@ -266,7 +329,7 @@ def test_what_an_environment_says_is_cut_before_it_is_tokenized():
 
 @both
 def test_an_environment_of_one_turn_is_a_reward_function(M):
-    """The same prompts, samples, rewards and update."""
+    """The same prompts, samples, rewards and update, with either CREDIT."""
 
     class OneTurn:
         def reset(self, seed):
@@ -277,22 +340,22 @@ def test_an_environment_of_one_turn_is_a_reward_function(M):
 
     first = policy(M).state_dict()
     results = []
-    for game in (OneTurn, None):
+    for game, credit in ((OneTurn, "turn"), (OneTurn, "conversation"), (None, "conversation")):
         network = policy(M)
         network.load_state_dict(first)
-        own = trainer(M, game, network)
+        own = trainer(M, game, network, **BY_TURN[M] | dict(credit=credit))
         queries = range(4)
         if game is None:
             own.reward_funcs = [lambda prompts, completions, **_: [len(x) % 3 for x in completions]]
             queries = [f"q{number}" for number in range(4)]
         metrics = own.train_step(queries)
         results.append((metrics, [param.clone() for param in network.parameters()]))
-    (one, weights), (other, other_weights) = results
+    one, weights = results.pop()
     # An answer that does not end within MAX_NEW_TOKENS has no reward of an environment.
     assert one["finished"] == 1 and one["reward_std"] > 0
-    assert one["reward"] == other["reward"] and one["length"] == other["length"]
-    for a, b in zip(weights, other_weights, strict=True):
-        assert torch.equal(a, b)
+    for other, other_weights in results:
+        assert one["reward"] == other["reward"] and one["length"] == other["length"]
+        assert all(map(torch.equal, weights, other_weights))
 
 
 @both
@@ -306,6 +369,8 @@ def test_what_environment_must_be(M, tmp_path):
             M.load_environment(spec)
     with pytest.raises(M.UserError, match="REWARD='x.py:f': not read with ENVIRONMENT"):
         M.find_problems(M.Settings(environment=f"{path}:Half", reward="x.py:f"))
+    with pytest.raises(M.UserError, match="CREDIT='turn': not read without ENVIRONMENT"):
+        M.find_problems(M.Settings(**BY_TURN[M]))
     train, choice, held_out = M.find_problems(M.Settings(environment="x", eval_prompts=7))
     assert len(train) == 65536 and len(held_out) == 7
     assert not {*train} & {*choice, *held_out} and not {*choice} & {*held_out}

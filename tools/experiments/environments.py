@@ -1,16 +1,17 @@
 """Measure what train_grpo.py learns from the environments of docs/examples, with controls.
 
     python tools/experiments/environments.py [--games tictactoe guess calculator] [--seeds 3] [--jobs 2]
-        [--arms rewards coin] [--set NAME=VALUE ...] [--out runs/environments] [--write docs/lab/FILE.json]
+        [--arms rewards turn coin] [--set NAME=VALUE ...] [--out runs/environments] [--write docs/lab/FILE.json]
 
 For each game and seed train_sft.py makes the start from docs/examples/conversations.py, and
 train_grpo.py goes on from it by configs/environment.env and the settings in GAMES. The arms:
 
 - rewards: the environment as it is
+- turn: the same, with CREDIT=turn: an answer is credited with the rewards from its turn on
 - coin: the control. The reward is a coin's, whatever the policy does
 - NoTool: of the calculator, the environment that computes nothing
 
-Every policy then plays the same held-out games greedily: those of arms "rewards" and "coin" in the
+Every policy then plays the same held-out games greedily: those of all arms but NoTool in the
 environment as it is, and these games choose no weights. Runs have one thread, and --jobs of them run
 side by side. A run that has ended is not repeated, and one that was broken off begins anew. Gains
 are paired by game. A game counts by its mean over the seeds, and the 95% intervals are over games:
@@ -46,7 +47,7 @@ class Game:
     start_steps: int
     settings: dict
     max_turns: int = 8  # of the games that score it
-    arms: tuple = ("rewards", "coin")
+    arms: tuple = ("rewards", "turn", "coin")
 
 
 GAMES = {
@@ -108,7 +109,7 @@ def environment_of(game: Game, arm: str, out: Path) -> str:
     file, _, name = game.environment.partition(":")
     if arm == "NoTool":
         return f"{EXAMPLES / file}:NoTool"
-    if arm == "rewards":
+    if arm in ("rewards", "turn"):
         return f"{EXAMPLES / file}:{name}"
     control = out / f"coin_{file}"
     control.write_text(CONTROL.format(path=str(EXAMPLES / file), name=name), encoding="utf-8")
@@ -142,6 +143,8 @@ def train(name: str, arm: str, seed: int, changes: dict, out: Path) -> None:
         init_from=out / f"{name}_start_{seed}",
         environment=environment_of(GAMES[name], arm, out),
     )
+    if arm == "turn":
+        settings["credit"] = "turn"
     call_script("train_grpo.py", **QUIETLY, **settings | GAMES[name].settings | changes)
 
 
@@ -242,7 +245,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--games", nargs="+", default=[*GAMES], choices=GAMES)
-    parser.add_argument("--arms", nargs="+", default=["rewards", "coin", "NoTool"])
+    parser.add_argument("--arms", nargs="+", default=["rewards", "turn", "coin", "NoTool"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument(
