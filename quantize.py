@@ -5068,7 +5068,7 @@ def own_files(source, network):
             "model_type": "underpar",
             "shape": source.shape,
         }
-        state = source.tensors
+        state = remote_names(source.tensors)
     return {
         "model.safetensors": state,
         "config.json": config | ids | {"dtype": "float32"},
@@ -5077,6 +5077,12 @@ def own_files(source, network):
         tokenizer.file: tokenizer.content,
         "modeling_underpar.py": read_tool("modeling_underpar.py"),
     }
+
+
+def remote_names(tensors):
+    """Return the tensors of a network by the names that they have in modeling_underpar.py."""
+    names = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    return {names.get(name, f"model.network.{name}"): w for name, w in tensors.items()}
 
 
 def read_tool(name):

@@ -6,6 +6,7 @@ byte for byte (tools/sync.py), and the classes behind them fit these to transfor
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
@@ -13,7 +14,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizer,
 )
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 
 class UserError(ValueError):
@@ -1199,116 +1200,329 @@ class Decoder:
 # === end: decoder ===
 
 
-# -------------------------------------------------------------------------------------- transformers
 class UnderparConfig(PretrainedConfig):
-    """The content of config.json: `shape` has the fields of GPTConfig."""
+    """The content of config.json: `shape` has the fields of GPTConfig.
+
+    transformers may change vocab_size and tie_word_embeddings; they count, not those in `shape`.
+    """
 
     model_type = "underpar"
+    keys_to_ignore_at_inference = ("past_key_values",)
 
-    def __init__(self, shape=None, **others):
-        self.shape = shape or {}
-        self.vocab_size = self.shape.get("vocab_size")
-        self.max_position_embeddings = self.shape.get("context") or self.shape.get("train_seq_len")
+    def __init__(self, shape=None, vocab_size=None, tie_word_embeddings=None, **others):
+        smallest = {"vocab_size": 264, "bos_id": 1, "layers": "a", "norms": "rms"}
+        shape = GPTConfig(**(smallest | (shape or {})))
+        self.shape = asdict(shape)
+        self.vocab_size = vocab_size or shape.vocab_size
+        if tie_word_embeddings is None:
+            tie_word_embeddings = shape.tie_embeddings
+        self.max_position_embeddings = shape.context or shape.train_seq_len
+        self.hidden_size = shape.model_dim
+        self.num_hidden_layers = len(shape.layers.split())
+        self.num_attention_heads = shape.num_heads
+        self.num_key_value_heads = shape.num_kv_heads
         # A document ends where the next one begins.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            others.setdefault(name, self.shape.get("bos_id"))
-        super().__init__(**others)
+            others.setdefault(name, shape.bos_id)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
+
+
+def check_positions(position_ids, expected, mask):
+    """Raise ValueError for other positions than expected (B, T) of tokens where mask (B, T) is True."""
+    if position_ids is not None and ((position_ids != expected) & mask).any():
+        raise ValueError("position_ids: must be 0, 1, 2 … from the first token of each text")
 
 
 class TextCache(Decoder):
-    """A Decoder as a cache of transformers."""
+    """A Decoder as a cache of transformers. It returns features, of which the model makes logits."""
 
     is_compileable = False
 
-    def reorder_cache(self, rows):
-        """Go on with these rows, as beam search asks."""
-        self.take(rows)
+    def __init__(self, network, mask):
+        """mask (B, T): False where the first texts have padding, in front."""
+        before = CONV_TAPS - 1  # padding of all rows, which the first token's convolution reaches
+        padding = before + mask.logical_not().sum(1, keepdim=True)
+        ids = padding.new_full((len(mask), before), max(network.config.bos_id, 0))
+        self.used = ids.new_tensor(before)
+        self.kept = {"ids": ids, "padding": padding}
+        self.layers = [{} for _ in network.layers]
+        self.graph = None
 
     def get_seq_length(self, layer_idx=0):
         """Return the number of tokens that the texts have, padding included."""
         return int(self.used) - (CONV_TAPS - 1)
 
-    def read_on(self, ids):
-        """Go on with ids (B, T) and return the logits (B, T, V) of what comes after each."""
-        if ids.size(1) == 1:
-            self(ids)
-            return self.logits[:, None]
+    def read(self, network, ids, mask=None, position_ids=None):
+        """Go on with ids (B, T) and return their features (B, T, dim).
+
+        mask (B, all tokens so far and T), position_ids (B, T). Raises ValueError if these are not
+        those of the texts.
+        """
+        length = self.get_seq_length()
+        padding = self.kept["padding"] - (CONV_TAPS - 1)
+        places = torch.arange(length + ids.size(1), device=ids.device)
+        if mask is not None and not torch.equal(mask, places >= padding):
+            raise ValueError(
+                "attention_mask: with use_cache it must have all tokens so far, and be 0 only where "
+                "the first ones have padding on the left"
+            )
+        is_text = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, length:]
+        check_positions(position_ids, places[length:] - padding, is_text)
         while self.used + ids.size(1) > self.kept["ids"].size(1):
             self.grow()
-        logits = self.network.logits(self.network.features(ids, context=self.context(ids)))
-        self.logits = logits[:, -1]
-        return logits
+        features = network.features(ids, context=self.context(ids))
+        self.logits = features[:, -1]  # of which `take` selects rows
+        return features
+
+    def reorder_cache(self, rows):
+        """Go on with these rows, as beam search asks."""
+        self.take(rows)
 
 
-class UnderparForCausalLM(PreTrainedModel, GenerationMixin):
-    """The network, with the interface of transformers' language models."""
+class UnderparPreTrainedModel(PreTrainedModel):
+    """What both models have: their configuration, and weights that no file had."""
 
     config_class = UnderparConfig
-    base_model_prefix = "network"  # which the names of tensors in the file lack
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("GPT",)
     _is_stateful = True  # a state of Gated DeltaNet cannot go back to fewer tokens
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.shape["embed_init_std"])
+        elif isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight)  # as the network's own head
+
+    @torch.no_grad()
+    def initialize_weights(self):
+        """Fill what no file had, as a new network is filled."""
+        super().initialize_weights()
+        fresh = None
+        for name, param in self.base_model.network.named_parameters():
+            if not getattr(param, "_is_hf_initialized", False):
+                fresh = fresh or GPT(GPTConfig(**self.config.shape))
+                param.copy_(fresh.get_parameter(name))
+
+
+@contextlib.contextmanager
+def inputs_of(modules):
+    """A block in which each call of these modules puts its first argument into the list it gives."""
+    inputs = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+        for module in modules
+    ]
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class UnderparModel(UnderparPreTrainedModel):
+    """The network without its head."""
 
     def __init__(self, config):
         super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.network = GPT(GPTConfig(**config.shape))
+        blocks = list(self.network.blocks)
+        mixers = list(self.network.mixers)
+        layers = self.network.layers
+        self.places = [(blocks.index(block), mixers.index(mixer)) for block, mixer in layers]
+        # Embedding and head are modules of these classes, which transformers resizes and ties.
+        del self.network.embed
+        self.network.head = None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def prepared(self, table):
+        """Return the network, with a table of embeddings (rows, dim) that its ids are rows of."""
+        network = self.network
+        network.dtype = self.dtype
+        network.activation_checkpointing = self.gradient_checkpointing and self.training
+        # Past nn.Module, for which these would be parameters and modules under a second name. Layers
+        # are looked up each time, because PEFT replaces modules.
+        layers = [(network.blocks[block], network.mixers[mixer]) for block, mixer in self.places]
+        vars(network).update(embed=table, layers=layers)
+        return network
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=False,
+        output_attentions=None,
+        output_hidden_states=None,
+        return_dict=None,
+    ):
+        """Return features (B, T, dim) of input_ids (B, T), or of inputs_embeds (B, T, dim).
+
+        Texts may be padded on either side, where attention_mask is 0; with use_cache on the left.
+        With past_key_values, which such a call returns, texts go on by all of input_ids. Raises
+        ValueError for what the network cannot do.
+        """
+        if output_attentions or self.config.output_attentions:
+            raise ValueError("output_attentions: must be False; the network keeps no attentions")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: must be one of them")
+        table = self.embed_tokens.weight
+        if inputs_embeds is not None:
+            if self.config.shape["bigram_vocab_size"]:
+                raise ValueError(
+                    "inputs_embeds: pairs of tokens have embeddings too: give input_ids"
+                )
+            # Each token is a row of its own.
+            table = inputs_embeds.flatten(0, 1)
+            input_ids = torch.arange(len(table), device=table.device)
+            input_ids = input_ids.view(inputs_embeds.shape[:2])
+        if attention_mask is not None:
+            if attention_mask.dim() != 2:
+                raise ValueError("attention_mask: must have two dimensions, texts and tokens")
+            attention_mask = attention_mask.bool()
+        network = self.prepared(table)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        with inputs_of(network.blocks if output_hidden_states else ()) as states:
+            if past_key_values is None and not use_cache:
+                context = self.context(input_ids, attention_mask, position_ids)
+                features = network.features(input_ids, context=context)
+            else:
+                if past_key_values is None:
+                    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+                    past_key_values = TextCache(network, mask)
+                features = past_key_values.read(network, input_ids, attention_mask, position_ids)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=features,
+            past_key_values=past_key_values,
+            hidden_states=(*states, features) if output_hidden_states else None,
+        )
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        return output if return_dict else output.to_tuple()
+
+    def context(self, ids, mask, position_ids):
+        """Return the Context of texts ids (B, T), where mask (B, T) is True. Raises ValueError.
+
+        A text is one document, as in a Decoder, and padding on either side another.
+        """
+        if mask is None:
+            mask = torch.ones_like(ids, dtype=torch.bool)
+        if (
+            mask.shape != ids.shape
+            or (mask[:, 1:] > mask[:, :-1]).sum(1).add(mask[:, 0]).gt(1).any()
+        ):
+            raise ValueError(
+                "attention_mask: must have a place for each token, and no gap in a text"
+            )
+        positions = (mask.cumsum(1) - 1).clamp(0)
+        check_positions(position_ids, positions, mask)
+        doc = (mask[:, 1:] != mask[:, :-1]).cumsum(1)
+        recent = F.pad(ids, (CONV_TAPS - 1, 0), value=self.config.shape["bos_id"])
+        return Context(recent, F.pad(doc, (CONV_TAPS, 0)), positions)
+
+
+class UnderparForCausalLM(UnderparPreTrainedModel, GenerationMixin):
+    """The network, with the interface of transformers' language models."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = UnderparModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
         return False  # `forward` makes the cache
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        position_ids=None,
+        **others,
+    ):
         """Return the arguments of `forward`: behind a cache the tokens that it does not have."""
+        texts = input_ids if attention_mask is None else attention_mask
+        count = texts.size(1)
         if past_key_values is not None:
-            input_ids = input_ids[:, past_key_values.get_seq_length() :]
-        return {**kwargs, "input_ids": input_ids, "past_key_values": past_key_values}
+            count -= past_key_values.get_seq_length()
+            input_ids = input_ids[:, -count:]
+            inputs_embeds = None
+        elif inputs_embeds is not None:
+            # They begin the texts; input_ids are what came after them.
+            inputs_embeds = torch.cat([inputs_embeds, self.model.embed_tokens(input_ids)], 1)
+            input_ids = None
+        if position_ids is not None:
+            position_ids = position_ids[:, -count:]
+        names = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
+        return {name: others[name] for name in names if name in others} | {
+            "input_ids": input_ids,
+            "past_key_values": past_key_values,
+            "attention_mask": attention_mask,
+            "inputs_embeds": inputs_embeds,
+            "position_ids": position_ids,
+        }
 
     def forward(
         self,
-        input_ids,
+        input_ids=None,
         attention_mask=None,
+        position_ids=None,
         past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
         use_cache=False,
+        output_attentions=None,
+        output_hidden_states=None,
+        return_dict=None,
         logits_to_keep=0,
-        **_,
+        **loss_options,
     ):
-        """Return logits (B, T, V) of input_ids (B, T), or of the last `logits_to_keep` tokens.
+        """Return logits (B, T, V) of texts, see UnderparModel, and the loss if there are labels.
 
-        Texts may be padded on either side, where attention_mask is 0; with use_cache on the left.
-        With past_key_values, which such a call returns, texts go on by all of input_ids.
+        labels (B, T): ids, or -100, of which the loss is the mean of those that follow the first.
+        logits_to_keep: of so many tokens at the end alone, or a tensor of their places.
         """
-        self.network.dtype = self.dtype
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        if past_key_values is not None:
-            if not attention_mask[:, -input_ids.size(1) :].all():
-                raise ValueError("attention_mask: must be 1 for tokens behind past_key_values")
-            logits = past_key_values.read_on(input_ids)[:, -logits_to_keep:]
-            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-        if use_cache:
-            if not attention_mask[:, -1].all():
-                raise ValueError("attention_mask: with use_cache it must be 0 on the left alone")
-            rows = zip(input_ids, attention_mask.bool(), strict=True)
-            prompts = [ids[is_text].tolist() for ids, is_text in rows]
-            past_key_values = TextCache(self.network, prompts)
-        if past_key_values is not None and 1 in (logits_to_keep, input_ids.size(1)):
-            logits = past_key_values.logits[:, None]
-        else:
-            logits = self.score(input_ids, attention_mask, logits_to_keep)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-
-    def score(self, ids, mask, keep):
-        """Return logits of texts as `forward` returns them.
-
-        Rows are turned until their texts begin on the left: no text has padding before it. A text is
-        one document, as in a Decoder.
-        """
-        places = torch.arange(ids.size(1), device=ids.device)
-        start = mask.long().argmax(1, keepdim=True)  # (B, 1), of the texts
-        ids = ids.gather(1, (places + start) % ids.size(1))
-        x = self.network.features(ids, doc=torch.zeros_like(ids))
-        back = (places - start) % ids.size(1)
-        x = x.gather(1, back[..., None].expand_as(x))
-        return self.network.logits(x[:, -keep:])
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        keep = logits_to_keep
+        if isinstance(keep, int):
+            keep = slice(-keep, None)
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        logits = softcap(logits, self.config.shape["logit_softcap"])
+        unknown = loss_options.keys() - {"num_items_in_batch", "shift_labels"}
+        if unknown:
+            raise TypeError(f"{min(unknown)}: no such argument of this model")
+        loss = None
+        if labels is not None or "shift_labels" in loss_options:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **loss_options)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        return output if return_dict else output.to_tuple()
 
 
 class UnderparTokenizer(PreTrainedTokenizer):
