@@ -15,7 +15,7 @@ import torch
 import zstandard
 
 import train_gpt as script
-from conftest import ROOT, load_script
+from conftest import ROOT, load_script, load_tool
 
 TABLE = {"matrix": {"bits": 6, "clip_sigmas": 8.0}, "embedding": {"bits": 8, "clip_sigmas": 6.0}}
 CODER = ["lane_states", "tables", "sizes", "escapes"]
@@ -29,6 +29,7 @@ LETTERS = {
     "<f4": "f",
 }  # dtype -> struct's letter
 
+record = load_tool("record")
 META = {"steps": 3, "tokenizer": "a.tiktoken"}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -636,6 +637,8 @@ def test_short_files_that_claim_many_numbers_are_refused(damage_message, kind):
     assert len(data) < 60_000
     tracemalloc.start()
     assert message in damage_message(data)
+    faults = record.Faults("a file")
+    record.check_integers(data, faults)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 400 << 20

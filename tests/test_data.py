@@ -669,7 +669,10 @@ def test_mutated_manifests_are_one_line(tmp_path):
 
 MANIFEST_FAULTS = [
     ({"train": None}, "the manifest.train is missing, must be of type dict"),
-    ({"val": {"shards": [7]}}, r"the manifest.val.shards\[0\] is 7, must be of type dict"),
+    (
+        {"val": {"shards": [{"file": "a", "sha256": "b"}, 7]}},
+        r"the manifest.val.shards\[1\] is 7, must be of type dict",
+    ),
     ({"overlap_documents": -1}, "the manifest.overlap_documents is -1, must be of type int, 0 or"),
     ({"overlap_documents": True}, "the manifest.overlap_documents is True, must be of type int"),
     ({"name": ["x" * 900]}, r"the manifest.name is \['x{58}, must be of type str"),

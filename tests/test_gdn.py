@@ -260,6 +260,10 @@ def test_the_gradient_of_the_chunk_form():
     for x in inputs:
         x.requires_grad_()
     assert torch.autograd.gradcheck(lambda *x: gdn.gdn_chunk(*x, chunk=4), inputs)
+    # The form has no second derivative: it refuses to give a wrong one.
+    output, _ = gdn.gdn_chunk(*inputs, chunk=4)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(output.sum(), inputs, create_graph=True)
 
 
 @pytest.mark.parametrize(

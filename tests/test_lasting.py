@@ -201,6 +201,11 @@ def full_disk(*_):
 
 
 def test_the_two_newest_stay_and_a_failed_save_leaves_them(tmp_path, monkeypatch):
+    (tmp_path / "long").mkdir()
+    for step in (999_998, 999_999, 1_000_000):  # by number: as names the last is the least
+        save(tmp_path / "long", step)
+    assert {*steps_kept(tmp_path / "long")} == {999_999, 1_000_000}
+    assert newest(tmp_path / "long")[0].name == "step_1000000"
     for step in range(1, 6):
         save(tmp_path, step)
     monkeypatch.setattr(T.os, "fsync", full_disk)

@@ -403,6 +403,10 @@ TAMPERED = [
     (repeat_seed, "seed_2.txt: seed of the log .found seed_1.txt, expected seed_2.txt"),
     (repeat_seed, "seed_2.txt and seed_1.txt: have the same artifact_sha256 .found"),
     (restate_mean, "result.json: mean is not what the logs say"),
+    (
+        lambda folder: (folder / "result.json").write_text("[" * 99_999),
+        "result.json: it or its claims cannot be followed .RecursionError",
+    ),
     (edit("README.md", "| 1 | ", "| 1 | 0"), "README.md: line 3 of its table is not by result.jso"),
     (edit("README.md", "## Why\n\nNothing.", "## Why\n"), "README.md: section 'Why' is not writt"),
     (

@@ -483,6 +483,12 @@ def split_chunks(x, chunk):
     return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(1, 2)
 
 
+def refuse_second_derivative(grad):
+    """Raise NotImplementedError if a gradient is to have a gradient; a hook of a tensor."""
+    if torch.is_grad_enabled():  # inside backward: whether it was called with create_graph
+        raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
+
+
 def unit_inverse(a):
     """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
 
@@ -494,8 +500,11 @@ def unit_inverse(a):
         inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
     # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
     # constant that is d(A^-1) = -A^-1 dA A^-1, two products where a solver's would take another
-    # solver. Second derivatives would be wrong.
-    return 2 * inverse - inverse @ a @ inverse
+    # solver. Second derivatives would be wrong; compiled code has none anyway.
+    inverse = 2 * inverse - inverse @ a @ inverse
+    if inverse.requires_grad and not torch.compiler.is_compiling():
+        inverse.register_hook(refuse_second_derivative)
+    return inverse
 
 
 def gdn_scan(factors, terms, state):

@@ -71,7 +71,16 @@ SECTIONS = ("What changed", "Why", "What did not help")
 UNWRITTEN = "To be written."
 # Names by which a script can hide code.
 STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}
-UNREADABLE = (ArithmeticError, LookupError, OSError, SyntaxError, TypeError, ValueError)
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 # Rules of Parameter Golf, for a submission without --track. Its 600 s are on 8 H100, and a
 # submission on other hardware says which.
 GOLF = {
@@ -224,13 +233,13 @@ def read_track(folder: Path) -> Track:
         rules = json.loads((folder / "track.json").read_bytes())
         text = (folder / "manifest.json").read_bytes()
         manifest = json.loads(text)
-    except (OSError, ValueError):
+        faults = Faults(f"{folder}/track.json")
+        for key, value in pinned_data(text, manifest).items():
+            faults.equal(f"data.{key}", rules["data"][key], value)
+    except UNREADABLE:
         raise RecordError(
             f"{folder}: no track that can be read (expected track.json and manifest.json)"
         ) from None
-    faults = Faults(f"{folder}/track.json")
-    for key, value in pinned_data(text, manifest).items():
-        faults.equal(f"data.{key}", rules["data"][key], value)
     if faults.lines:
         raise RecordError(faults.lines[0])
     return Track(folder, rules, manifest)
