@@ -131,6 +131,8 @@ class Settings:
     score_file: Paths = ""  # file to write the scores to, as JSON; empty: none
     held_out: bool = False  # of SCORE_PATH, only the prompts that training holds out, by a hash
     reward: Paths = "exact"  # of an answer: exact, or file.py:function, see load_rewards
+    mark: Paths = ""  # file.py:function that marks held-out answers; empty: the first of REWARD
+    reward_seconds: float = 120.0  # the log names a reward function that takes longer
     eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
     eval_samples: int = bounded(8, 1)  # of each, for pass@1 and pass@EVAL_SAMPLES
     eval_stride: int = 0  # stride of the sliding-window score; 0: leave that score out
@@ -273,6 +275,7 @@ OUR_SETTINGS = {
     "LR_FLOOR",
     "LR_SCHEDULE",
     "MARGIN",
+    "MARK",
     "MATRIX_BITS",
     "MATRIX_LR",
     "MAX_NEW_TOKENS",
@@ -308,6 +311,7 @@ OUR_SETTINGS = {
     "RESUME",
     "REWARD",
     "REWARD_MODEL",
+    "REWARD_SECONDS",
     "RIGHT_CLIP_RANGE",
     "ROPE_DIMS",
     "RUN_ID",
@@ -3801,7 +3805,6 @@ def prompt_key(turns):
 
 
 # === shared: rewards ===
-SLOW_SECONDS = 1.0  # a call of a reward function that takes longer is named in the log
 USER_FOLDERS = []  # of the files that import_file has imported; sys.path begins with them
 
 
@@ -3820,7 +3823,6 @@ class Reward:
     name: str
     function: Callable = None
     weight: float = 1.0
-    seconds: float = 0.0  # of its slowest call that was logged
 
 
 def exact_match(prompts, completions, answer):
@@ -3997,8 +3999,8 @@ def from_file(setting, spec, kind):
     return getattr(module, name)
 
 
-def load_rewards(spec):
-    """Return the Rewards that REWARD names: parts `exact` or path.py:function, each maybe with
+def load_rewards(spec, setting="REWARD"):
+    """Return the Rewards that a setting names: parts `exact` or path.py:function, each maybe with
     :WEIGHT, between commas. Raises UserError.
     """
     kind = "exact, or path.py:function with such a function; FUNCTION:WEIGHT,FUNCTION:WEIGHT"
@@ -4011,15 +4013,32 @@ def load_rewards(spec):
             name, weight = with_weight.groups()
         if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", weight):
             raise UserError(
-                f"REWARD={spec!r}: the weight of {name} must be a number, not {weight!r}"
+                f"{setting}={spec!r}: the weight of {name} must be a number, not {weight!r}"
             )
         function = exact_match
         if name != "exact":
-            function = from_file("REWARD", name, kind)
+            function = from_file(setting, name, kind)
         if not callable(function):
-            raise UserError(f"REWARD={spec!r}: must be {kind}; {name} is {function!r:.80}")
+            raise UserError(f"{setting}={spec!r}: must be {kind}; {name} is {function!r:.80}")
         rewards.append(Reward(name.rpartition(":")[2], function, float(weight)))
     return distinct_names(rewards)
+
+
+def with_mark(rewards, spec):
+    """Return the Rewards of held-out answers, of which the first marks these: see is_right.
+
+    spec: MARK, which names a function that has no weight in the total; empty: REWARD's first one
+    marks. Raises UserError.
+    """
+    if not spec:
+        return rewards
+    mark, *others = load_rewards(spec, "MARK")
+    if others or mark.weight != 1:
+        raise UserError(f"MARK={spec!r}: must be one function, and has no weight")
+    if mark.function in [reward.function for reward in rewards]:
+        return sorted(rewards, key=lambda reward: reward.function is not mark.function)
+    mark.weight = 0.0
+    return distinct_names([mark, *rewards])
 
 
 def distinct_names(rewards):
@@ -4080,14 +4099,67 @@ def reward_values(name, returned, count):
     return values
 
 
-def call_reward(reward, rows, texts, log, limit=SLOW_SECONDS):
-    """Return what a reward function gives completions: numbers, None where it does not apply.
+@functools.cache
+def background_loop():
+    """Return the event loop of a thread of its own, in which the async functions of users run.
 
-    rows: the columns of each completion's problem, with all columns in each. texts: the
-    completions; of a prompt in messages the function gets a list with a message, as in TRL. The log
-    names a call of more than `limit` seconds, and one of more than 10 while it goes on. Raises
-    RewardFault.
+    There is one for the whole run, because what a file keeps between steps, such as a session or a
+    semaphore, belongs to a loop. The main thread of a notebook has a loop that runs already.
     """
+    loop = asyncio.new_event_loop()
+
+    def run():
+        while True:
+            with contextlib.suppress(BaseException):  # sys.exit in a task stops the loop
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
+    return loop
+
+
+def awaited(value):
+    """Return a value, or what it gives if it is what an async function returned."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def outcome():
+        try:
+            return await value, None
+        except BaseException as error:  # else sys.exit would stop the loop
+            return None, error
+
+    future = asyncio.run_coroutine_threadsafe(outcome(), background_loop())
+    try:
+        result, error = future.result()
+    finally:
+        future.cancel()  # after a time-out
+    if error is not None:
+        raise error
+    return result
+
+
+@contextlib.contextmanager
+def reward_call(reward, count, log, seconds):
+    """A block that calls a reward function for `count` answers: what it raises becomes a RewardFault
+    with the function's name, and the log names one that takes more than `seconds`."""
+    what = f"reward {reward.name}"
+    begin = time.perf_counter()
+    try:
+        with heartbeat(log, lambda: f"{what}: called for {count} answers"):
+            yield
+    except RewardFault:
+        raise
+    except BaseException as error:  # sys.exit in a function must not end the run in silence
+        if is_interrupt(error):
+            raise
+        raise file_fault(what, error) from None
+    passed = time.perf_counter() - begin
+    if passed > seconds:
+        log(f"{what}: {passed:.1f} s for {count} answers, more than REWARD_SECONDS={seconds:g}")
+
+
+def reward_columns(rows, texts):
+    """Return the arguments of reward functions, lists of a value for each completion."""
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for row, text in zip(rows, texts, strict=True):
         if isinstance(row["prompt"], list):
@@ -4096,41 +4168,42 @@ def call_reward(reward, rows, texts, log, limit=SLOW_SECONDS):
     for name in rows[0]:
         if name not in columns:
             columns[name] = [row[name] for row in rows]
-    what = f"reward {reward.name}"
-    begin = time.perf_counter()
-    done = threading.Event()
+    return columns
 
-    def watch():
-        while not done.wait(10):
-            log(f"{what}: {time.perf_counter() - begin:.0f} s so far for {len(texts)} answers")
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        returned = reward.function(**taken_columns(reward, columns))
-        if inspect.iscoroutine(returned):
-            returned = asyncio.run(returned)
-        values = reward_values(reward.name, returned, len(texts))
-    except RewardFault:
-        raise
-    except BaseException as error:  # sys.exit in a function must not end the run in silence
-        if is_interrupt(error):
-            raise
-        raise file_fault(what, error) from None
-    finally:
-        done.set()
-        watcher.join()
-    seconds = time.perf_counter() - begin
-    if seconds > max(limit, 2 * reward.seconds):
-        reward.seconds = seconds
-        log(f"{what}: {seconds:.1f} s for {len(texts)} answers")
-    for value, row, text in zip(values, rows, texts, strict=True):
-        if value is not None and not abs(value) < 1e15:
-            raise RewardFault(
-                f"{what}: must be finite and below 1e15, or None, not {value} for the prompt "
-                f"{reprlib.repr(row['prompt'])}, completion {text!r:.80}"
-            )
-    return values
+def call_rewards(rewards, rows, texts, log, seconds):
+    """Return what reward functions give completions, by name: numbers, None where one does not apply.
+
+    rows: the columns of each completion's problem, with all columns in each. texts: the
+    completions; of a prompt in messages a function gets a list with a message, as in TRL. Async
+    functions are awaited together. seconds: see reward_call. Raises RewardFault.
+    """
+    returned = {}
+    for reward in rewards:
+        with reward_call(reward, len(texts), log, seconds):
+            columns = reward_columns(rows, texts)  # each function has lists of its own
+            returned[reward.name] = reward.function(**taken_columns(reward, columns))
+
+    async def finish(reward):
+        with reward_call(reward, len(texts), log, seconds):
+            returned[reward.name] = await returned[reward.name]
+
+    async def finish_all():
+        pending = [reward for reward in rewards if inspect.isawaitable(returned[reward.name])]
+        await asyncio.gather(*map(finish, pending))
+
+    if any(map(inspect.isawaitable, returned.values())):
+        awaited(finish_all())
+    for reward in rewards:
+        with reward_call(reward, len(texts), log, seconds):
+            returned[reward.name] = reward_values(reward.name, returned[reward.name], len(texts))
+        for value, row, text in zip(returned[reward.name], rows, texts, strict=True):
+            if value is not None and not abs(value) < 1e15:
+                raise RewardFault(
+                    f"reward {reward.name}: must be finite and below 1e15, or None, not {value} for "
+                    f"the prompt {reprlib.repr(row['prompt'])}, completion {text!r:.80}"
+                )
+    return returned
 
 
 def weigh(rewards, answers):
@@ -4161,9 +4234,9 @@ READ_SETTINGS = {
     "generate": f"prompt layout system tools num_samples {SAMPLING}",
     "chat": f"system tools {SAMPLING}",
     "text": "score_path eval_stride stateful",
-    "task": f"reward eval_samples {ASKING}",
+    "task": f"reward mark reward_seconds eval_samples {ASKING}",
     "preference": "score_path score_model",
-    "win": f"reward score_model score_judge {ASKING}",
+    "win": f"reward reward_seconds score_model score_judge {ASKING}",
     "quality": f"layout num_samples {ASKING}",
 }
 
@@ -4581,7 +4654,7 @@ class Answer:
 
     question: Question
     text: str
-    tokens: int
+    ids: list
     finished: bool  # whether the model ended it, and not MAX_NEW_TOKENS
     reward: float = 0.0  # the weighted total
     rewards: dict[str, float] = field(default_factory=dict)  # by function; None: does not apply
@@ -4597,7 +4670,7 @@ class Answer:
             "rewards": self.rewards,
             "reward": self.reward,
             "finished": self.finished,
-            "tokens": self.tokens,
+            "tokens": len(self.ids),
             "temperature": self.temperature,
         }
 
@@ -4622,7 +4695,8 @@ def read_questions(answering, path, settings, log):
     Where REWARD marks the answers, the rows are problems, see problem_of.
     """
     is_rewarded = settings.score in ("task", "win") and not settings.score_judge
-    needs_answer = "exact" in [part.strip()[:5] for part in settings.reward.split(",")]
+    functions = f"{settings.reward},{settings.mark}".split(",")
+    needs_answer = "exact" in [part.strip()[:5] for part in functions]
 
     def parse(row, notes):
         problem = None
@@ -4660,7 +4734,7 @@ def answer_questions(model, questions, settings, count):
     answers = []
     for number, one in enumerate(samples):
         text = completion(model.tokenizer, prompts[number // count], one.ids)
-        answers.append(Answer(questions[number // count], text, len(one.ids), one.finished))
+        answers.append(Answer(questions[number // count], text, one.ids, one.finished))
         answers[-1].temperature = settings.temperature
     return answers
 
@@ -4756,16 +4830,15 @@ def score_text(models, path, settings):
     return result
 
 
-def count_right(rewards, answers, count, log):
+def count_right(rewards, answers, count, settings, log):
     """Fill in the rewards of answers; return how many of the `count` answers to each question are
     right. Raises UserError."""
-    rows = [answer.question.problem for answer in answers]
+    rows = [{**answer.question.problem, "completion_ids": answer.ids} for answer in answers]
     texts = [answer.text for answer in answers]
     try:
-        for reward in rewards:
-            values = call_reward(reward, rows, texts, log)
-            for answer, value in zip(answers, values, strict=True):
-                answer.rewards[reward.name] = value
+        values = call_rewards(rewards, rows, texts, log, settings.reward_seconds)
+        for place, answer in enumerate(answers):
+            answer.rewards = {name: column[place] for name, column in values.items()}
     except RewardFault as fault:
         sys.stderr.write(fault.traceback)
         raise
@@ -4792,11 +4865,11 @@ def score_task(models, path, settings):
     """
     n = settings.eval_samples
     questions = read_questions([models.scored], path, settings, models.log)
-    rewards = load_rewards(settings.reward)
+    rewards = with_mark(load_rewards(settings.reward), settings.mark)
     greedy = answer_questions(models.scored, questions, replace(settings, temperature=0.0), 1)
-    result = {"greedy": interval(count_right(rewards, greedy, 1, models.log))}
+    result = {"greedy": interval(count_right(rewards, greedy, 1, settings, models.log))}
     answers = answer_questions(models.scored, questions, settings, n)
-    counts = count_right(rewards, answers, n, models.log)
+    counts = count_right(rewards, answers, n, settings, models.log)
     for k in sorted({n, *(1 << power for power in range(n.bit_length()))}):
         result[f"pass{k}"] = interval([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts])
     result |= reward_scores(rewards, answers)
@@ -4879,7 +4952,7 @@ def score_win(models, path, settings):
             talks = [[*one.question.turns, ("<|assistant|>", one.text)] for one in answers]
             marks.append(rewards(models.judge, talks))
         else:
-            marks.append(count_right(functions, answers, 1, models.log))
+            marks.append(count_right(functions, answers, 1, settings, models.log))
     rows = []
     for place, answers in enumerate(models.answers[path]):
         for answer, mark in zip(answers, marks[place], strict=True):
@@ -4928,7 +5001,7 @@ def score_quality(models, path, settings):
     repeated = [1 - len(set(groups)) / len(groups) for groups in fours if groups]
     result["repetition"] = statistics.fmean(repeated or [0.0])
     result["words"] = statistics.fmean(len(answer.text.split()) for answer in answers)
-    result["tokens"] = statistics.fmean(answer.tokens for answer in answers)
+    result["tokens"] = statistics.fmean(len(answer.ids) for answer in answers)
     result["finished"] = statistics.fmean(answer.finished for answer in answers)
     return {**result, "n": len(answers), "prompts": len(questions)}
 

@@ -132,6 +132,8 @@ class Settings:
     train_files: Paths = "data/sort.jsonl"  # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
     val_files: Paths = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
     reward: Paths = "exact"  # of an answer: exact, or file.py:function, see load_rewards
+    mark: Paths = ""  # file.py:function that marks held-out answers; empty: the first of REWARD
+    reward_seconds: float = 120.0  # the log names a reward function that takes longer
     eval_prompts: int = bounded(512, 2)  # prompts that score the model, at most
     # conversations in place of problems, see Episode
     environment: Paths = ""  # file.py:Class of what answers the policy; empty: problems
@@ -342,6 +344,7 @@ OUR_SETTINGS = {
     "LR_FLOOR",
     "LR_SCHEDULE",
     "MARGIN",
+    "MARK",
     "MATRIX_BITS",
     "MATRIX_LR",
     "MAX_NEW_TOKENS",
@@ -377,6 +380,7 @@ OUR_SETTINGS = {
     "RESUME",
     "REWARD",
     "REWARD_MODEL",
+    "REWARD_SECONDS",
     "RIGHT_CLIP_RANGE",
     "ROPE_DIMS",
     "RUN_ID",
@@ -4776,7 +4780,6 @@ def prompt_key(turns):
 
 
 # === shared: rewards ===
-SLOW_SECONDS = 1.0  # a call of a reward function that takes longer is named in the log
 USER_FOLDERS = []  # of the files that import_file has imported; sys.path begins with them
 
 
@@ -4795,7 +4798,6 @@ class Reward:
     name: str
     function: Callable = None
     weight: float = 1.0
-    seconds: float = 0.0  # of its slowest call that was logged
 
 
 def exact_match(prompts, completions, answer):
@@ -4972,8 +4974,8 @@ def from_file(setting, spec, kind):
     return getattr(module, name)
 
 
-def load_rewards(spec):
-    """Return the Rewards that REWARD names: parts `exact` or path.py:function, each maybe with
+def load_rewards(spec, setting="REWARD"):
+    """Return the Rewards that a setting names: parts `exact` or path.py:function, each maybe with
     :WEIGHT, between commas. Raises UserError.
     """
     kind = "exact, or path.py:function with such a function; FUNCTION:WEIGHT,FUNCTION:WEIGHT"
@@ -4986,15 +4988,32 @@ def load_rewards(spec):
             name, weight = with_weight.groups()
         if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", weight):
             raise UserError(
-                f"REWARD={spec!r}: the weight of {name} must be a number, not {weight!r}"
+                f"{setting}={spec!r}: the weight of {name} must be a number, not {weight!r}"
             )
         function = exact_match
         if name != "exact":
-            function = from_file("REWARD", name, kind)
+            function = from_file(setting, name, kind)
         if not callable(function):
-            raise UserError(f"REWARD={spec!r}: must be {kind}; {name} is {function!r:.80}")
+            raise UserError(f"{setting}={spec!r}: must be {kind}; {name} is {function!r:.80}")
         rewards.append(Reward(name.rpartition(":")[2], function, float(weight)))
     return distinct_names(rewards)
+
+
+def with_mark(rewards, spec):
+    """Return the Rewards of held-out answers, of which the first marks these: see is_right.
+
+    spec: MARK, which names a function that has no weight in the total; empty: REWARD's first one
+    marks. Raises UserError.
+    """
+    if not spec:
+        return rewards
+    mark, *others = load_rewards(spec, "MARK")
+    if others or mark.weight != 1:
+        raise UserError(f"MARK={spec!r}: must be one function, and has no weight")
+    if mark.function in [reward.function for reward in rewards]:
+        return sorted(rewards, key=lambda reward: reward.function is not mark.function)
+    mark.weight = 0.0
+    return distinct_names([mark, *rewards])
 
 
 def distinct_names(rewards):
@@ -5055,14 +5074,67 @@ def reward_values(name, returned, count):
     return values
 
 
-def call_reward(reward, rows, texts, log, limit=SLOW_SECONDS):
-    """Return what a reward function gives completions: numbers, None where it does not apply.
+@functools.cache
+def background_loop():
+    """Return the event loop of a thread of its own, in which the async functions of users run.
 
-    rows: the columns of each completion's problem, with all columns in each. texts: the
-    completions; of a prompt in messages the function gets a list with a message, as in TRL. The log
-    names a call of more than `limit` seconds, and one of more than 10 while it goes on. Raises
-    RewardFault.
+    There is one for the whole run, because what a file keeps between steps, such as a session or a
+    semaphore, belongs to a loop. The main thread of a notebook has a loop that runs already.
     """
+    loop = asyncio.new_event_loop()
+
+    def run():
+        while True:
+            with contextlib.suppress(BaseException):  # sys.exit in a task stops the loop
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
+    return loop
+
+
+def awaited(value):
+    """Return a value, or what it gives if it is what an async function returned."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def outcome():
+        try:
+            return await value, None
+        except BaseException as error:  # else sys.exit would stop the loop
+            return None, error
+
+    future = asyncio.run_coroutine_threadsafe(outcome(), background_loop())
+    try:
+        result, error = future.result()
+    finally:
+        future.cancel()  # after a time-out
+    if error is not None:
+        raise error
+    return result
+
+
+@contextlib.contextmanager
+def reward_call(reward, count, log, seconds):
+    """A block that calls a reward function for `count` answers: what it raises becomes a RewardFault
+    with the function's name, and the log names one that takes more than `seconds`."""
+    what = f"reward {reward.name}"
+    begin = time.perf_counter()
+    try:
+        with heartbeat(log, lambda: f"{what}: called for {count} answers"):
+            yield
+    except RewardFault:
+        raise
+    except BaseException as error:  # sys.exit in a function must not end the run in silence
+        if is_interrupt(error):
+            raise
+        raise file_fault(what, error) from None
+    passed = time.perf_counter() - begin
+    if passed > seconds:
+        log(f"{what}: {passed:.1f} s for {count} answers, more than REWARD_SECONDS={seconds:g}")
+
+
+def reward_columns(rows, texts):
+    """Return the arguments of reward functions, lists of a value for each completion."""
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for row, text in zip(rows, texts, strict=True):
         if isinstance(row["prompt"], list):
@@ -5071,41 +5143,42 @@ def call_reward(reward, rows, texts, log, limit=SLOW_SECONDS):
     for name in rows[0]:
         if name not in columns:
             columns[name] = [row[name] for row in rows]
-    what = f"reward {reward.name}"
-    begin = time.perf_counter()
-    done = threading.Event()
+    return columns
 
-    def watch():
-        while not done.wait(10):
-            log(f"{what}: {time.perf_counter() - begin:.0f} s so far for {len(texts)} answers")
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        returned = reward.function(**taken_columns(reward, columns))
-        if inspect.iscoroutine(returned):
-            returned = asyncio.run(returned)
-        values = reward_values(reward.name, returned, len(texts))
-    except RewardFault:
-        raise
-    except BaseException as error:  # sys.exit in a function must not end the run in silence
-        if is_interrupt(error):
-            raise
-        raise file_fault(what, error) from None
-    finally:
-        done.set()
-        watcher.join()
-    seconds = time.perf_counter() - begin
-    if seconds > max(limit, 2 * reward.seconds):
-        reward.seconds = seconds
-        log(f"{what}: {seconds:.1f} s for {len(texts)} answers")
-    for value, row, text in zip(values, rows, texts, strict=True):
-        if value is not None and not abs(value) < 1e15:
-            raise RewardFault(
-                f"{what}: must be finite and below 1e15, or None, not {value} for the prompt "
-                f"{reprlib.repr(row['prompt'])}, completion {text!r:.80}"
-            )
-    return values
+def call_rewards(rewards, rows, texts, log, seconds):
+    """Return what reward functions give completions, by name: numbers, None where one does not apply.
+
+    rows: the columns of each completion's problem, with all columns in each. texts: the
+    completions; of a prompt in messages a function gets a list with a message, as in TRL. Async
+    functions are awaited together. seconds: see reward_call. Raises RewardFault.
+    """
+    returned = {}
+    for reward in rewards:
+        with reward_call(reward, len(texts), log, seconds):
+            columns = reward_columns(rows, texts)  # each function has lists of its own
+            returned[reward.name] = reward.function(**taken_columns(reward, columns))
+
+    async def finish(reward):
+        with reward_call(reward, len(texts), log, seconds):
+            returned[reward.name] = await returned[reward.name]
+
+    async def finish_all():
+        pending = [reward for reward in rewards if inspect.isawaitable(returned[reward.name])]
+        await asyncio.gather(*map(finish, pending))
+
+    if any(map(inspect.isawaitable, returned.values())):
+        awaited(finish_all())
+    for reward in rewards:
+        with reward_call(reward, len(texts), log, seconds):
+            returned[reward.name] = reward_values(reward.name, returned[reward.name], len(texts))
+        for value, row, text in zip(returned[reward.name], rows, texts, strict=True):
+            if value is not None and not abs(value) < 1e15:
+                raise RewardFault(
+                    f"reward {reward.name}: must be finite and below 1e15, or None, not {value} for "
+                    f"the prompt {reprlib.repr(row['prompt'])}, completion {text!r:.80}"
+                )
+    return returned
 
 
 def weigh(rewards, answers):
@@ -5241,7 +5314,8 @@ def split_problems(settings, check=prompt_turns, log=print):
     Raises UserError.
     """
     reports = []
-    needs_answer = "exact" in [part.strip()[:5] for part in settings.reward.split(",")]
+    functions = f"{settings.reward},{settings.mark}".split(",")
+    needs_answer = "exact" in [part.strip()[:5] for part in functions]
     held_out = read_problems(settings.val_files, needs_answer, check, reports.append)
     train = {}
     both = 0
@@ -5907,7 +5981,7 @@ class PolicyTrainer:
 
     model: a GPT. tokenizer: of load_tokenizer. train_dataset: queries for `train`: strings, or
     dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's signature, see
-    call_reward; reward_weights: a number for each of them, 1 if not given. ref_model: a GPT that
+    call_rewards; reward_weights: a number for each of them, 1 if not given. ref_model: a GPT that
     KL_BETA keeps the policy near, in place of the policy as it is now. log: function of a line. A
     subclass has `sample`, `rollout` and `update`. Raises UserError.
     """
@@ -5974,23 +6048,24 @@ class PolicyTrainer:
             )
         return prompt
 
-    def score(self, answers, rewards, limit=SLOW_SECONDS):
+    def score(self, answers, rewards):
         """Fill in `reward` and `rewards` of answers; return the first (n,), float64.
 
-        All ranks call it together, perhaps without an answer. limit: the log names a function that
-        takes longer. Raises UserError on all ranks.
+        All ranks call it together, perhaps without an answer. Raises UserError on all ranks.
         """
         rows = []
         for answer in answers:
             row = answer.query if isinstance(answer.query, dict) else {}
-            rows.append({**self.columns, **row, "prompt": prompt_of(answer.query)})
+            row = {**self.columns, **row, "prompt": prompt_of(answer.query)}
+            rows.append({**row, "completion_ids": answer.ids})
         texts = [answer.text for answer in answers]
         fault = None
         try:
-            for reward in rewards if answers else ():
-                values = call_reward(reward, rows, texts, self.log, limit)
-                for answer, value in zip(answers, values, strict=True):
-                    answer.rewards[reward.name] = value
+            values = {}
+            if answers:
+                values = call_rewards(rewards, rows, texts, self.log, self.settings.reward_seconds)
+            for place, answer in enumerate(answers):
+                answer.rewards = {name: column[place] for name, column in values.items()}
         except RewardFault as error:
             fault = error
         raise_first(fault, self.runtime, self.log)
@@ -6049,7 +6124,7 @@ EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no trainin
 class Exam(Stateful):
     """The held-out problems, and the policy's scores before training.
 
-    rewards: see load_rewards and is_right.
+    rewards: see with_mark and is_right.
     """
 
     STATE = ("before",)
@@ -6358,7 +6433,7 @@ def find_problems(settings, check=prompt_turns, log=print):
 
     They are those of split_problems or, of an environment, seeds. Raises UserError.
     """
-    unread = ("train_files", "val_files", "reward")
+    unread = ("train_files", "val_files", "reward", "mark", "reward_seconds")
     if not settings.environment:
         unread = ("max_turns", "discount", "credit")
     for name in unread:
@@ -6751,11 +6826,11 @@ class GSPOTrainer(PolicyTrainer):
             answer.text = completion(self.tokenizer, answer.prompt, answer.ids)
         return answers
 
-    def score(self, answers, rewards, limit=SLOW_SECONDS):
+    def score(self, answers, rewards):
         """Fill in `reward` and `rewards` of answers; return the first (n,). See PolicyTrainer."""
         if self.environment:
             return score_episodes(self, answers)
-        return super().score(answers, rewards, limit)
+        return super().score(answers, rewards)
 
     def ask(self, queries, seeds, qat):
         """Return GROUP_SIZE Answers to each query, by query, their rewards (queries, GROUP_SIZE), and
@@ -6770,9 +6845,8 @@ class GSPOTrainer(PolicyTrainer):
         if self.environment:
             rewards = episode_rewards(self, answers)
         else:
-            limit = min(SLOW_SECONDS, max(0.1, seconds))
             functions = named_rewards(self.reward_funcs, self.reward_weights)
-            rewards = self.score(answers, functions, limit)
+            rewards = self.score(answers, functions)
         return groups_of(answers, size), rewards.view(len(queries), size), seconds
 
     @torch.no_grad()
@@ -6903,7 +6977,7 @@ def main():
     check = room_check(settings, tokenizer, network.config.train_seq_len)
     reports = []
     problems, choice, held_out = find_problems(settings, check, reports.append)
-    exam = Exam(held_out, rewards)
+    exam = Exam(held_out, with_mark(rewards, settings.mark))
 
     # run folder and log, policy, trainer, averages
     clock = Clock(settings, runtime, replayed_progress(settings))

@@ -218,7 +218,7 @@ def scripted(monkeypatch, *calls):
         answers = []
         for question, texts in zip(questions, next(calls), strict=True):
             assert len(texts) == count
-            answers += [S.Answer(question, text, len(text.encode()), True) for text in texts]
+            answers += [S.Answer(question, text, [*text.encode()], True) for text in texts]
         return answers
 
     monkeypatch.setattr(S, "answer_questions", answer_questions)
@@ -299,9 +299,7 @@ def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     answers = S.answer_questions(model, questions, made, 2)
     for i, (answer, one) in enumerate(zip(answers, samples, strict=True)):
         text = S.completion(BYTES, prompts[i // 2], one.ids)
-        assert answer == S.Answer(
-            questions[i // 2], text, len(one.ids), one.finished, temperature=1.0
-        )
+        assert answer == S.Answer(questions[i // 2], text, one.ids, one.finished, temperature=1.0)
     path = write(tmp_path, "train.jsonl", *train)
     message = f"HELD_OUT=1: no prompt of {path} is held out; must be 0"
     refusal(S.UserError, message, scored, place, "quality", path, held_out=True, max_new_tokens=9)
