@@ -160,8 +160,10 @@ class Settings:
     right_clip_range: float = 0.28  # above 1
     # largest ratio where the advantage is negative, which RIGHT_CLIP_RANGE does not bound; 0: none
     ratio_limit: float = 0.0
-    # of token losses; dr_grpo: by a constant
-    reduction: Literal["sequence", "dapo", "bnpo", "dr_grpo"] = "sequence"
+    # how losses of tokens become one; dapo: their mean (bnpo: of each rank). sequence: the mean over
+    # answers of their means, which favours short right and long wrong answers, since a token counts
+    # less in a long one (arXiv 2503.20783, section 3.1); dr_grpo: a sum over a constant
+    reduction: Literal["dapo", "sequence", "bnpo", "dr_grpo"] = "dapo"
     # whose standard deviation advantages are divided by
     scale_rewards: Literal["group", "batch", "none"] = "group"
     kl_beta: float = 0.0  # weight of the divergence from the reference

@@ -247,10 +247,8 @@ def test_weights_of_tokens_count_the_whole_mini_batch():
 def test_the_defaults_are_the_papers():
     assert (G.Settings.left_clip_range, G.Settings.right_clip_range) == (0.2, 0.28)
     assert (S.Settings.left_clip_range, S.Settings.right_clip_range) == (3e-4, 4e-4)
-    assert (
-        G.Settings.kl_beta == S.Settings.kl_beta == 0
-        and G.Settings.reduction == S.Settings.importance == "sequence"
-    )
+    assert G.Settings.kl_beta == S.Settings.kl_beta == 0 and S.Settings.importance == "sequence"
+    assert G.Settings.reduction == "dapo"  # TRL's
     fields = [{field.name for field in dataclasses.fields(M.Settings)} for M in (G, S)]
     assert fields[0] ^ fields[1] == {"loss", "reduction", "ratio_limit", "importance"}
 
@@ -295,7 +293,7 @@ def test_at_ratio_1_grpo_and_gspo_have_one_gradient_and_a_loss_of_0():
     rows.logps = copy.deepcopy(rows.old)
     found = {}
     for name, M, settings in (
-        ("grpo", G, G.Settings()),
+        ("grpo", G, G.Settings(reduction="sequence")),
         ("gspo", S, S.Settings()),
         ("token", S, S.Settings(importance="token")),
     ):
@@ -690,7 +688,10 @@ def test_metrics_of_a_step_are_their_definitions(M, monkeypatch):
             gap.append(abs(every[before, token].item() + 1.0 + 0.01 * place))
     assert metrics["entropy"] == pytest.approx(statistics.mean(entropy), abs=1e-12)
     assert metrics["sampler_gap"] == pytest.approx(statistics.mean(gap), abs=1e-12)
-    assert abs(metrics["loss"]) < 1e-12 and metrics["log_ratio"] == 0
+    slopes = advantages_of([[1.0, 0.0, 0.25]], "group")
+    loss = -sum(A * length for A, length in zip(slopes, (3, 2, 6), strict=True)) / 11
+    assert metrics["loss"] == pytest.approx(loss if M is G else 0.0, abs=1e-12)
+    assert metrics["log_ratio"] == 0
 
 
 VARIANTS = [
@@ -769,11 +770,13 @@ def test_updates_are_those_of_a_plain_loop(M, clip, epsilon, monkeypatch):
     old, norms = [logps(sample).detach() for sample in samples], []
     for mini in (range(6), range(6, 12)) * 2:
         loss = 0.0
+        tokens = sum(len(samples[at].ids) for at in mini)
         for at in mini:
             delta = logps(samples[at]) - old[at]
             ratio = delta.exp() if M is G else delta.mean().exp().expand_as(delta)
             clipped = ratio.clamp(1 - s.left_clip_range, 1 + s.right_clip_range)
-            loss = loss - torch.minimum(ratio * advantages[at], clipped * advantages[at]).mean() / 6
+            gained = torch.minimum(ratio * advantages[at], clipped * advantages[at])
+            loss = loss - (gained.sum() / tokens if M is G else gained.mean() / 6)
         optimizer.zero_grad()
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_([plain], clip or math.inf).item())
