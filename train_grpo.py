@@ -152,7 +152,7 @@ class Settings:
     resample_rounds: int = 0
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution that samples; sample.py takes 0: always the likeliest token
-    temperature: float = bounded(0.5, 0.01, 100.0)
+    temperature: float = bounded(1.0, 0.01, 100.0)
     # objective
     # clip: PPO's surrogate; cispo: log-probabilities, whose weights are ratios inside the band
     loss: Literal["clip", "cispo"] = "clip"
@@ -6970,7 +6970,7 @@ class GRPOTrainer(PolicyTrainer):
 # -------------------------------------------------------------------------------------------- main
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
 IMPORTED_RATES = (1e-6, 2e-5)
-IMPORTED_DEFAULTS = {"max_new_tokens": 256, "temperature": 1.0}  # as in TRL
+IMPORTED_DEFAULTS = {"max_new_tokens": 256}  # as in TRL
 
 
 def main():

@@ -148,7 +148,7 @@ class Settings:
     group_size: int = bounded(8, 1)  # samples of a prompt
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution that samples; sample.py takes 0: always the likeliest token
-    temperature: float = bounded(0.5, 0.01, 100.0)
+    temperature: float = bounded(1.0, 0.01, 100.0)
     # objective
     # of advantages: 0 trusts the next value, 1 the rewards alone
     gae_lambda: float = bounded(0.95, 0.0, 1.0)
@@ -6742,7 +6742,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
 # -------------------------------------------------------------------------------------------- main
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
 IMPORTED_RATES = (1e-6, 2e-5)
-IMPORTED_DEFAULTS = {"max_new_tokens": 256, "temperature": 1.0}  # as in TRL
+IMPORTED_DEFAULTS = {"max_new_tokens": 256}  # as in TRL
 
 
 def main():
