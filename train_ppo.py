@@ -4457,11 +4457,13 @@ class Decoder:
         self.network = network
         self.layers = [{} for _ in network.layers]  # what a TextContext keeps
         self.graph = None
-        self.step = self.read
+        # A function: a bound method would refer back to the Decoder, whose caches would then stay
+        # until Python looks for cycles.
+        self.step = Decoder.read
         if compiled:
             # Only sizes are dynamic: constants such as the soft cap would be traced twice (6 s).
             torch._dynamo.config.specialize_float = True
-            self.step = torch.compile(self.read, dynamic=True)
+            self.step = torch.compile(Decoder.read, dynamic=True)
         bos = max(network.config.bos_id, 0)  # some imported models have none
         ids = [torch.tensor(prompt) for prompt in prompts]
         ids = pad_sequence(ids, True, bos, "left").to(network.embed.device)
@@ -4531,12 +4533,12 @@ class Decoder:
             self.graph.replay()
             self.logits = self.next_logits
             return
-        self.logits = self.step(ids)
+        self.logits = self.step(self, ids)
         if ids.is_cuda:  # that step warmed up; the next ones are recorded here, and replayed
             self.ids = ids.clone()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.next_logits = self.step(self.ids)
+                self.next_logits = self.step(self, self.ids)
 
 
 # === end: decoder ===
@@ -4656,16 +4658,18 @@ def sampling_state(samples):
 def texts_at_once(network, tokens):
     """Return how many texts of so many tokens are generated at a time.
 
-    Their logits take 1 GiB at most, in float32, and so do their keys and values on a CPU; on CUDA
-    these take an eighth of the memory.
+    Their keys and values take as much memory as the weights, which every step reads too, but 64 MiB
+    to 1 GiB; on CUDA an eighth of its memory. So do their logits in float32, but 1 GiB at most.
     """
     config = network.config
-    memory = 1 << 30
+    weights = sum(param.nbytes for param in network.parameters())
+    memory = min(max(weights, 1 << 26), 1 << 30)
     if network.embed.is_cuda:
         memory = torch.cuda.get_device_properties(network.embed.device).total_memory // 8
     width = config.num_kv_heads * config.attention_width
     cache = 8 * width * len(network.layers) * (tokens + ROOM)
-    return max(1, int(min(4096, 2**28 // config.vocab_size, memory // cache)))
+    logits = 4 * config.vocab_size
+    return max(1, int(min(4096, min(memory, 1 << 30) // logits, memory // cache)))
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad

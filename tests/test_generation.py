@@ -1,7 +1,9 @@
 """Generation: steps with a cache against whole forward passes, ragged batches, the sampler."""
 
 import dataclasses
+import gc
 import math
+import weakref
 from itertools import product
 from types import SimpleNamespace
 
@@ -402,16 +404,37 @@ def test_any_number_of_samples_is_made_in_batches_that_fit(monkeypatch):
         assert set(rows) <= sizes and sum(rows) == 7 * len(PROMPTS)
 
 
-def test_caches_of_a_batch_have_a_limit():
-    """At most 1 GiB on a CPU: of SmolLM2-135M, whose 30 layers have keys and values of 192 numbers."""
+def stand_in(weights):
+    """Return what texts_at_once reads of SmolLM2-135M's shape: 30 layers, keys of 192 numbers."""
     config = T.GPTConfig(49152, 1, "a", "rms", num_kv_heads=3, model_dim=576, num_heads=9)
     network = SimpleNamespace(config=config, layers=range(30), embed=torch.zeros(1))
-    assert S.texts_at_once(network, 136) == 2**30 // (30 * 2 * 192 * 4 * 200)  # room for 64 more
-    assert S.texts_at_once(network, 10**9) == 1
-    config.num_kv_heads = 0.001
+    network.parameters = lambda: [torch.empty(weights, device="meta")]  # in float32
+    return network
+
+
+def test_caches_of_a_batch_take_as_much_memory_as_the_weights():
+    """On a CPU: but 64 MiB to 1 GiB; their logits, too."""
+    text = 30 * 2 * 192 * 4 * 200  # bytes of 136 tokens and room for 64 more
+    for weights, limit in ((10, 2**26), (10**8, 4 * 10**8), (10**10, 2**30)):
+        assert S.texts_at_once(stand_in(weights), 136) == limit // text
+    assert S.texts_at_once(stand_in(10), 10**9) == 1
+    network = stand_in(10)
+    network.config.num_kv_heads = 0.001
+    assert S.texts_at_once(network, 8) == 2**26 // (4 * 49152)
+    network.config.vocab_size = 264
     assert S.texts_at_once(network, 8) == 4096
-    config.vocab_size = 2**17
-    assert S.texts_at_once(network, 8) == 2048
+
+
+def test_a_decoder_leaves_its_memory_at_once():
+    """Its caches must not wait until Python looks for cycles: a scoring makes many Decoders."""
+    gc.disable()
+    try:
+        decoder = S.Decoder(mixed(), PROMPTS)
+        reference = weakref.ref(decoder)
+        del decoder
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_a_length_without_end_takes_no_memory():
