@@ -1124,11 +1124,13 @@ class Decoder:
         self.network = network
         self.layers = [{} for _ in network.layers]  # what a TextContext keeps
         self.graph = None
-        self.step = self.read
+        # A function: a bound method would refer back to the Decoder, whose caches would then stay
+        # until Python looks for cycles.
+        self.step = Decoder.read
         if compiled:
             # Only sizes are dynamic: constants such as the soft cap would be traced twice (6 s).
             torch._dynamo.config.specialize_float = True
-            self.step = torch.compile(self.read, dynamic=True)
+            self.step = torch.compile(Decoder.read, dynamic=True)
         bos = max(network.config.bos_id, 0)  # some imported models have none
         ids = [torch.tensor(prompt) for prompt in prompts]
         ids = pad_sequence(ids, True, bos, "left").to(network.embed.device)
@@ -1198,12 +1200,12 @@ class Decoder:
             self.graph.replay()
             self.logits = self.next_logits
             return
-        self.logits = self.step(ids)
+        self.logits = self.step(self, ids)
         if ids.is_cuda:  # that step warmed up; the next ones are recorded here, and replayed
             self.ids = ids.clone()
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.next_logits = self.step(self.ids)
+                self.next_logits = self.step(self, self.ids)
 
 
 # === end: decoder ===
