@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
+import convert as C
 import quantize as Q
 import train_dpo as D
 
@@ -577,13 +578,14 @@ def one_thread():
 
 @pytest.fixture
 def call(capsys):
-    """Return a function: it runs a command line of quantize.py in this process.
+    """Return a function: it runs a command line of quantize.py, or of convert.py, in this process.
 
     It returns the exit code, the output and what stands on stderr.
     """
 
     def run(*words, **changes):
-        code = exit_code(Q, *words, **changes)
+        script = C if words[:1] in (("import",), ("export",)) else Q
+        code = exit_code(script, *words, **changes)
         out, err = capsys.readouterr()
         is_line = out == "" and err.count("\n") == 1 and err.startswith("error: ")
         assert code == 0 or is_line, err

@@ -1,22 +1,19 @@
-"""The artifact file: pack, unpack, verify, compare; deltas; models of transformers in and out.
+"""The artifact file: pack, unpack, verify, compare; and deltas, the changes of a tuned model.
 
     python quantize.py info runs/<RUN_ID>/model.upar --tensors           # what its bytes are spent on
     python quantize.py verify runs/<RUN_ID>/model.upar runs/<RUN_ID> --weights ema
     MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # the same with 4 bits, to nearest
     python quantize.py bitdelta runs/<BASE> runs/<TUNED> tuned.delta     # 1 bit a weight; deltaquant: 1 to 8
     python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
-    python quantize.py import models/Qwen3.5-0.8B runs/qwen              # from Hugging Face's files
-    python quantize.py export runs/qwen out --like models/Qwen3.5-0.8B   # to them; docs/models.md: two other ways
 
 MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its
 newest whole checkpoint), or what `unpack` or `apply` wrote. Settings below are environment
 variables, in capitals; DATA_PATH and MATRIX_BITS are the checkpoint's unless they are given.
 
 Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
-The rest is this script's: settings, weights (how each kind of MODEL is read, checked and written;
-GPTQ; distillation), commands (a function for each, of the parsed arguments), transformers (names
-that begin with hf_: config.json, safetensors and tokenizer.json in and out), and main, which looks
-at all settings, then calls the command's function.
+The rest is this script's: settings, weights (how a MODEL is packed and written; GPTQ;
+distillation), commands (a function for each, of the parsed arguments), and main, which looks at all
+settings, then calls the command's function.
 
 Where to change what:
     how weights are rounded               quantize, quant_table
@@ -27,9 +24,7 @@ Where to change what:
     how scales of a delta are trained     distill
     what `info` and `compare` print       info, measure_tensor, distances
     what `verify` refuses                 compare_packed, check_codes
-    a layout of transformers, in and out  hf_views, hf_config, hf_shape
-    another kind of tokenizer.json        tokenizer_facts, hf_split
-    what the folder of an export has      own_files, like_files, adapter_files
+    how a MODEL is read and checked       read_weights, read_checkpoint, check_network
     a new command                         main, add_command
     a new setting                         Settings, OUR_SETTINGS
 """
@@ -53,7 +48,6 @@ import contextlib
 import difflib
 import functools
 import hashlib
-import importlib.util
 import inspect
 import io
 import itertools
@@ -63,16 +57,14 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import unicodedata
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NewType, get_args
@@ -918,7 +910,7 @@ class BytePairEncoder:
     """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
 
     def __init__(self, tokenizer, facts):
-        """facts: those of ENCODINGS, or of an imported model (see quantize.py)."""
+        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
         added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         for text in added:  # some of them are shown as text, and no merge makes them
@@ -1009,7 +1001,7 @@ def add_encoder(tokenizer):
     encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
     imported model, the same, but its added tokens are what they stand for. Both raise UserError for
     half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see quantize.py). Raises UserError.
+    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
     """
     name = tokenizer.file.removesuffix(".tiktoken")
     facts = ENCODINGS.get(name, {})
@@ -1039,210 +1031,6 @@ def add_encoder(tokenizer):
 
 
 # === end: encoding ===
-
-
-# === shared: roles ===
-def begin_ids(tokenizer):
-    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
-    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
-
-
-def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
-
-    An imported model with a chat template needs none.
-    """
-    if tokenizer.roles or "template" in tokenizer.facts:
-        return tokenizer
-    count = len(ROLE_TOKENS)
-    return replace(
-        tokenizer,
-        pieces=tokenizer.pieces + [b""] * count,
-        drops_space=np.append(tokenizer.drops_space, [False] * count),
-        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
-    )
-
-
-# === end: roles ===
-
-
-# === shared: template ===
-def template_environment():
-    """Return the environment of jinja2 in which transformers renders chat templates."""
-    import datetime
-    import json
-
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} … {% endgeneration %}, which writes what is between."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("write")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def write(self, caller):
-            return caller()
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
-        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def render_templates(environment):
-    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
-
-    It is called in a process of its own, see TemplateProcess. Without values the template is only
-    compiled. A reply is {"text"} or {"fault"}.
-    """
-    import json
-    import resource
-    import sys
-
-    import jinja2
-
-    def render(source, values):
-        template = templates.get(source) or environment.from_string(source)
-        templates[source] = template
-        parts = []
-        room = 1 << 24  # letters
-        for part in [] if values is None else template.generate(**values):
-            parts.append(part)
-            room -= len(part)
-            if room < 0:
-                raise jinja2.TemplateError("writes more than 16 million letters")
-        return "".join(parts)
-
-    templates = {}
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, resource.RLIM_INFINITY))
-    for line in sys.stdin:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        # Beyond this many seconds of a CPU the system ends the process.
-        seconds = int(used.ru_utime + used.ru_stime) + 4
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
-        try:
-            reply = {"text": render(*json.loads(line))}
-        except jinja2.TemplateError as error:
-            reply = {"fault": str(error)}
-        except Exception as error:  # whatever a template does is the template's fault
-            reply = {"fault": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), flush=True)
-
-
-class TemplateProcess:
-    """Renders chat templates in a process of its own.
-
-    A template is a program that comes with a model. It may loop for ever or ask for any amount of
-    memory, in one operation of C too, and then only its process can be ended.
-    """
-
-    def __init__(self):
-        # The source is read once: the script may be edited while it runs.
-        functions = (template_environment, render_templates)
-        self.code = "\n".join(map(inspect.getsource, functions))
-        self.code += "render_templates(template_environment())\n"
-        self.lock = threading.Lock()
-        self.owner = 0
-        self.process = None
-        self.endings = 0
-
-    def ask(self, source, values):
-        """Return the text of a template. Raises UserError."""
-        with self.lock:
-            if self.endings > 2:  # each took seconds, and there may be thousands of rows
-                raise UserError("chat template: took too much time or memory too often")
-            reply = self.exchange(json.dumps([source, values]))
-        if "fault" in reply:
-            fault, *_ = reply["fault"].split("\n")
-            raise UserError(f"chat template: {fault:.300}")
-        return reply["text"]
-
-    def exchange(self, line):
-        """Return the reply to a request, from a process of this process's own (it may have forked)."""
-        if self.owner != os.getpid():
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", self.code],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
-            )
-            self.owner = os.getpid()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if answer:
-            return json.loads(answer)
-        self.owner = 0
-        self.endings += 1
-        code = self.process.wait()
-        reason = f"ended its process (exit code {code})"
-        if code == -signal.SIGXCPU:
-            reason = "took more than 3 seconds"
-        return {"fault": reason}
-
-
-@functools.cache
-def template_process():
-    """Return the TemplateProcess. Raises UserError if jinja2 is not installed."""
-    if importlib.util.find_spec("jinja2") is None:
-        raise UserError("the model's chat template needs jinja2: pip install jinja2")
-    return TemplateProcess()
-
-
-def compile_template(source):
-    """Raise UserError for a chat template that is not one of jinja2."""
-    template_process().ask(source, None)
-
-
-def chat_text(tokenizer, turns, ask):
-    """Return the text of turns by the chat template of an imported model, as transformers has it.
-
-    A turn is (role token, text), and maybe the fields of a message that say more than this text; the
-    template gets these in place of the text. The content of a message of the role `tools` is a list
-    of tools. ask: whether the text ends where an answer of the assistant begins. Raises UserError.
-    """
-    messages = [
-        {"role": role.strip("<|>"), "content": text} | dict(*fields)
-        for role, text, *fields in turns
-    ]
-    tools = [message["content"] for message in messages if message["role"] == "tools"]
-    values = {
-        "messages": [message for message in messages if message["role"] != "tools"],
-        "add_generation_prompt": ask,
-        "tools": sum(tools, []) or None,
-        "documents": None,
-    }
-    facts = tokenizer.facts
-    source = facts.get("tool_template", facts["template"]) if tools else facts["template"]
-    text = template_process().ask(source, values | facts["names"])
-    if not text.strip():
-        raise UserError("chat template: writes nothing for this conversation")
-    return text
-
-
-# === end: template ===
 
 
 # === shared: data ===
@@ -1394,18 +1182,6 @@ def document_hashes(stream, bos_id):
 
 
 # === end: data ===
-
-
-# === shared: ends ===
-def stop_ids(tokenizer):
-    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
-    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
-    if tokenizer.roles:
-        stop.add(tokenizer.roles["<|end|>"])
-    return frozenset(stop)
-
-
-# === end: ends ===
 
 
 # === shared: batches ===
@@ -3388,6 +3164,198 @@ def check_tensors(network, tensors, source):
 # === end: rebuild ===
 
 
+# === shared: models ===
+AVERAGES = ("raw", "ema", "swa")  # weights that a checkpoint has
+
+
+@dataclass
+class Weights:
+    """A MODEL: its weights, and what its file or folder says about them."""
+
+    path: Path
+    tensors: dict[str, Tensor]  # float32, on the CPU
+    shape: dict  # the settings that rebuild the network
+    header: dict = field(default_factory=dict)  # of an artifact or a delta: tokenizer_sha256, meta
+    coded: dict[str, Coded] = field(default_factory=dict)  # of an artifact
+    run: dict = field(default_factory=dict)  # of a checkpoint: settings and steps
+    exporter: dict = field(default_factory=dict)  # of a checkpoint: about its quantizers
+    average: str = ""  # of a checkpoint: raw, ema or swa
+    unmerged: dict = field(default_factory=dict)  # of a checkpoint: tensors, adapters by themselves
+
+
+def read_json(path):
+    """Return what a JSON file of an object has; {} if there is no such file. Raises UserError."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is no JSON: {error!s:.200}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must be a JSON object, and is {value!r:.50}")
+    return value
+
+
+def chosen_weights(folder):
+    """Return which weights of a run were packed, by its result.json; `raw` without one."""
+    for run in (folder, folder.parent):
+        chosen = read_json(run / "result.json").get("weights")
+        if chosen in AVERAGES:
+            return chosen
+    return "raw"
+
+
+def merge_adapters(tensors):
+    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added.
+
+    All are float32: those that were frozen beside adapters may be bfloat16.
+    """
+    merged = {}
+    for name, w in tensors.items():
+        w = w.float()
+        module, adapted, last = name.partition(".parametrizations.")
+        if not adapted:
+            merged[name] = w
+        elif last.endswith(".original"):
+            matrix = last.removesuffix(".original")
+            a, b, scale = (
+                tensors[f"{module}{adapted}{matrix}.0.{part}"]
+                for part in ("lora_a", "lora_b", "scale")
+            )
+            merged[f"{module}.{matrix}"] = torch.addmm(w, scale * b, a)
+    return merged
+
+
+def require_codes(coded, tensors):
+    """Raise ArtifactError unless the codes are those of the weights beside them."""
+    for name, part in coded.items():
+        is_coded = name in tensors and type(part.bits) is int
+        values = dequantize(part.codes, part.scale) if is_coded else None
+        is_equal = is_coded and torch.equal(values.view_as(tensors[name]), tensors[name])
+        require(is_equal, f"coded.pt has codes of other weights under {name!r:.80}")
+
+
+def read_checkpoint(folder, average):
+    """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError.
+
+    Adapters are added to their matrices.
+    """
+    load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
+    with one_line(f"{folder}: no checkpoint with {average} weights"):
+        meta = json.loads((folder / "meta.json").read_bytes())
+        tensors = load(folder / "model.pt")
+        require_weights(tensors)
+        if "header" in meta:  # of `unpack` or `apply`
+            check_header(meta["header"])
+            coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
+            require_codes(coded, tensors)
+            return Weights(folder, tensors, meta["shape"], meta["header"], coded)
+        shape = stored_shape(meta)
+        training = {}
+        if (folder / "training.pt").is_file():
+            training = load(folder / "training.pt")
+            if average != "raw":  # what was trained, in its order
+                collected = training.get(average, {}).get("count", 0)
+                require(collected > 0, "none had been collected when it was saved")
+                trained = [name for name in tensors if ".lora_" in name] or tensors
+                tensors |= dict(zip(trained, training[average]["values"], strict=True))
+                require_weights(tensors)
+        else:  # the folder `final` of a run
+            packed = chosen_weights(folder)
+            require(average == packed, f"it has the {packed} weights, which were packed, alone")
+        return Weights(
+            folder,
+            merge_adapters(tensors),
+            shape,
+            run={**meta["settings"], "steps": meta["step"]},
+            exporter=dict(training.get("exporter", {})),
+            average=average,
+            unmerged=tensors,
+        )
+
+
+def read_weights(path, average=""):
+    """Return a MODEL: an artifact's weights, or those of a folder's newest whole checkpoint.
+
+    average: which weights of a checkpoint; "": those that its run chose. Raises UserError, or
+    ArtifactError if an artifact is not as it was written.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        checkpoint, faults = newest_checkpoint(folder)
+        if checkpoint is None:
+            raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
+        sys.stderr.write("".join(f"{fault}\n" for fault in faults))
+        weights = read_checkpoint(checkpoint, average or chosen_weights(folder))
+        check_network(weights)
+        return weights
+    if not folder.is_file():
+        raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
+    header, tensors, coded = read_artifact(path)
+    weights = Weights(folder, tensors, header["settings"], header, coded)
+    check_network(weights)
+    return weights
+
+
+def check_network(weights):
+    """Raise UserError if this script does not know the network: another script has made it."""
+    network = empty_network(checked_config(weights.shape, weights.path), weights.path)
+    tensors = {name: w for name, w in weights.tensors.items() if name != "w_value"}
+    check_tensors(network, tensors, weights.path)
+
+
+def rebuild(source):
+    """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
+    network = empty_network(GPTConfig(**source.shape), source.path)
+    with one_line(f"{source.path}: its settings rebuild no model"):
+        network.load_state_dict(source.tensors, assign=True)
+        with torch.no_grad():
+            logits = network(torch.tensor([[0]]))
+        require(logits.isfinite().all(), "its logits are not finite")
+        return network
+
+
+def find_tokenizer(source, tokenizer_path):
+    """Return the Tokenizer of a MODEL: of TOKENIZER_PATH, or the one beside it. Raises UserError."""
+    folder = source.path.parent
+    beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
+    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    # Post-training adds four tokens for the roles to a tokenizer that has none.
+    is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
+    if not is_right or tokenizer.bos_id != source.shape["bos_id"]:
+        prefix = f"TOKENIZER_PATH={tokenizer_path!r}: " * bool(tokenizer_path)
+        raise UserError(
+            f"{prefix}{tokenizer.file} has {tokenizer.vocab_size} tokens; "
+            f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}; set "
+            "TOKENIZER_PATH"
+        )
+    return tokenizer
+
+
+def write_folder(out, files):
+    """Write a new folder of files and their SHA-256 sums.
+
+    files: name -> bytes, or a function that writes a file of this path. Raises OSError; then there is
+    no folder.
+    """
+    out.mkdir()
+    try:
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                replace_file(out / name, content)
+            else:
+                content(out / name)
+        sums = [f"{sha256_file(out / name)}  {name}\n" for name in sorted(files)]
+        # The sums come last: without them the folder is no checkpoint.
+        replace_file(out / "SHA256SUMS", "".join(sums).encode())
+    except Exception as error:  # each package has its own for a full disk
+        shutil.rmtree(out, ignore_errors=True)
+        raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
+
+
+# === end: models ===
+
+
 # === shared: evaluation ===
 @dataclass
 class Score:
@@ -3470,169 +3438,17 @@ class Scorer:
 
 
 # ----------------------------------------------------------------------------------------- weights
-AVERAGES = ("raw", "ema", "swa")  # weights that a checkpoint has
-
-
-@dataclass
-class Weights:
-    """A MODEL: its weights, and what its file or folder says about them."""
-
-    path: Path
-    tensors: dict[str, Tensor]  # float32, on the CPU
-    shape: dict  # the settings that rebuild the network
-    header: dict = field(default_factory=dict)  # of an artifact or a delta: tokenizer_sha256, meta
-    coded: dict[str, Coded] = field(default_factory=dict)  # of an artifact
-    run: dict = field(default_factory=dict)  # of a checkpoint: settings and steps
-    widen: float = 1.0  # of a checkpoint, factor on its quantization steps, see quant_table
-    average: str = ""  # of a checkpoint: raw, ema or swa
-    unmerged: dict = field(default_factory=dict)  # of a checkpoint: tensors, adapters by themselves
-
-
-def chosen_weights(folder):
-    """Return which weights of a run were packed, by its result.json; `raw` without one."""
-    for run in (folder, folder.parent):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            chosen = read_json(run / "result.json")["weights"]
-            if chosen in AVERAGES:
-                return chosen
-    return "raw"
-
-
-def merge_adapters(tensors):
-    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added.
-
-    All are float32: those that were frozen beside adapters may be bfloat16.
-    """
-    merged = {}
-    for name, w in tensors.items():
-        w = w.float()
-        module, adapted, last = name.partition(".parametrizations.")
-        if not adapted:
-            merged[name] = w
-        elif last.endswith(".original"):
-            matrix = last.removesuffix(".original")
-            a, b, scale = (
-                tensors[f"{module}{adapted}{matrix}.0.{part}"]
-                for part in ("lora_a", "lora_b", "scale")
-            )
-            merged[f"{module}.{matrix}"] = torch.addmm(w, scale * b, a)
-    return merged
-
-
-def require_codes(coded, tensors):
-    """Raise ArtifactError unless the codes are those of the weights beside them."""
-    for name, part in coded.items():
-        is_coded = name in tensors and type(part.bits) is int
-        values = dequantize(part.codes, part.scale) if is_coded else None
-        is_equal = is_coded and torch.equal(values.view_as(tensors[name]), tensors[name])
-        require(is_equal, f"coded.pt has codes of other weights under {name!r:.80}")
-
-
 def stored_widen(exporter):
-    """Return the factor on quantization steps that the training.pt of train_gpt.py has."""
+    """Return the factor on quantization steps that a checkpoint of train_gpt.py has, see quant_table."""
     if "table" in exporter:  # checkpoints before 2026-11-27 have the widened quantizers
         return exporter["table"]["matrix"]["clip_sigmas"] / MATRIX_CLIP_SIGMAS
     return float(exporter.get("widen", 1.0))
-
-
-def read_checkpoint(folder, average):
-    """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError.
-
-    Adapters are added to their matrices.
-    """
-    load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
-    with one_line(f"{folder}: no checkpoint with {average} weights"):
-        meta = json.loads((folder / "meta.json").read_bytes())
-        tensors = load(folder / "model.pt")
-        require_weights(tensors)
-        if "header" in meta:  # of `unpack` or `apply`
-            check_header(meta["header"])
-            coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
-            require_codes(coded, tensors)
-            return Weights(folder, tensors, meta["shape"], meta["header"], coded)
-        shape = stored_shape(meta)
-        training = {}
-        if (folder / "training.pt").is_file():
-            training = load(folder / "training.pt")
-            if average != "raw":  # what was trained, in its order
-                collected = training.get(average, {}).get("count", 0)
-                require(collected > 0, "none had been collected when it was saved")
-                trained = [name for name in tensors if ".lora_" in name] or tensors
-                tensors |= dict(zip(trained, training[average]["values"], strict=True))
-                require_weights(tensors)
-        else:  # the folder `final` of a run
-            packed = chosen_weights(folder)
-            require(average == packed, f"it has the {packed} weights, which were packed, alone")
-        return Weights(
-            folder,
-            merge_adapters(tensors),
-            shape,
-            run={**meta["settings"], "steps": meta["step"]},
-            widen=stored_widen(training.get("exporter", {})),
-            average=average,
-            unmerged=tensors,
-        )
-
-
-def read_weights(path, average=""):
-    """Return a MODEL: an artifact's weights, or those of a folder's newest whole checkpoint.
-
-    average: which weights of a checkpoint; "": those that its run chose. Raises UserError, or
-    ArtifactError if an artifact is not as it was written.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        checkpoint, faults = newest_checkpoint(folder)
-        if checkpoint is None:
-            raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
-        sys.stderr.write("".join(f"{fault}\n" for fault in faults))
-        weights = read_checkpoint(checkpoint, average or chosen_weights(folder))
-        check_network(weights)
-        return weights
-    if not folder.is_file():
-        raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
-    header, tensors, coded = read_artifact(path)
-    weights = Weights(folder, tensors, header["settings"], header, coded)
-    check_network(weights)
-    return weights
-
-
-def check_network(weights):
-    """Raise UserError if this script does not know the network: another script has made it."""
-    network = empty_network(checked_config(weights.shape, weights.path), weights.path)
-    tensors = {name: w for name, w in weights.tensors.items() if name != "w_value"}
-    check_tensors(network, tensors, weights.path)
 
 
 def read_packed(path):
     """Return the weights of an artifact, or of a run's."""
     folder = Path(path)
     return read_weights(str(folder / "model.upar") if folder.is_dir() else path)
-
-
-def write_folder(out, files):
-    """Write a new folder of files and their SHA-256 sums.
-
-    files: name -> bytes, or the content of a .json, a .safetensors or, else, a file of torch.save.
-    Raises OSError; then there is no folder.
-    """
-    out.mkdir()
-    try:
-        for name, content in files.items():
-            if isinstance(content, bytes):
-                replace_file(out / name, content)
-            elif name.endswith(".json"):
-                replace_file(out / name, json.dumps(content, indent=2).encode())
-            elif name.endswith(".safetensors"):
-                load_safetensors().torch.save_file(content, out / name, {"format": "pt"})
-            else:
-                torch.save(content, out / name)
-        sums = [f"{sha256_file(out / name)}  {name}\n" for name in sorted(files)]
-        # The sums come last: without them the folder is no checkpoint.
-        replace_file(out / "SHA256SUMS", "".join(sums).encode())
-    except Exception as error:  # each package has its own for a full disk
-        shutil.rmtree(out, ignore_errors=True)
-        raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
 
 
 def copy_tokenizer(header, out, *models):
@@ -3663,8 +3479,12 @@ def write_model(out, source, *models):
     header = read_header(source, "")
     copy_tokenizer(header, out, *models)
     coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}
-    meta = json.dumps({"shape": source.shape, "header": header}).encode()
-    write_folder(out, {"model.pt": source.tensors, "coded.pt": coded, "meta.json": meta})
+    files = {
+        "model.pt": functools.partial(torch.save, source.tensors),
+        "coded.pt": functools.partial(torch.save, coded),
+        "meta.json": json.dumps({"shape": source.shape, "header": header}).encode(),
+    }
+    write_folder(out, files)
     print(f"{out}: {len(source.tensors)} tensors")
 
 
@@ -3675,23 +3495,6 @@ def read_header(source, tokenizer_path):
     tokenizer = find_tokenizer(source, tokenizer_path)
     meta = {"seed": source.run["seed"], "tokenizer": tokenizer.file}
     return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
-
-
-def find_tokenizer(source, tokenizer_path):
-    """Return the Tokenizer of a MODEL: of TOKENIZER_PATH, or the one beside it. Raises UserError."""
-    folder = source.path.parent
-    beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
-    tokenizer = load_tokenizer(tokenizer_path or beside[0])
-    # Post-training adds four tokens for the roles to a tokenizer that has none.
-    is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
-    if not is_right or tokenizer.bos_id != source.shape["bos_id"]:
-        prefix = f"TOKENIZER_PATH={tokenizer_path!r}: " * bool(tokenizer_path)
-        raise UserError(
-            f"{prefix}{tokenizer.file} has {tokenizer.vocab_size} tokens; "
-            f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}; set "
-            "TOKENIZER_PATH"
-        )
-    return tokenizer
 
 
 def load_defaults(source):
@@ -3719,7 +3522,7 @@ def pack_model(source, settings, by_gptq=False):
     coded = source.coded
     if not coded:
         is_as_trained = settings.matrix_bits == source.run.get("matrix_bits")
-        table = quant_table(settings, source.widen if is_as_trained else 1.0)
+        table = quant_table(settings, stored_widen(source.exporter) if is_as_trained else 1.0)
         coded = quantize_all(source.tensors, table)
     if by_gptq:
         improve_codes(coded, source, settings)
@@ -3801,17 +3604,6 @@ def improve_codes(coded, source, settings):
             part.codes = gptq(w, scale, inputs.sums[name]).cpu()
         else:  # every matrix is multiplied
             require(tensor_class(name, source.tensors[name]) != "matrix", f"no input of {name}")
-
-
-def rebuild(source):
-    """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
-    network = empty_network(GPTConfig(**source.shape), source.path)
-    with one_line(f"{source.path}: its settings rebuild no model"):
-        network.load_state_dict(source.tensors, assign=True)
-        with torch.no_grad():
-            logits = network(torch.tensor([[0]]))
-        require(logits.isfinite().all(), "its logits are not finite")
-        return network
 
 
 def read_data(tuned, settings):
@@ -4223,988 +4015,6 @@ def apply(args):
     write_model(args.out, model, model.path, base.path)
 
 
-# ------------------------------------------------------------------------------------ transformers
-# What all models of transformers that can be read and written have, in fields of GPTConfig.
-HF_SHAPE = {
-    "mlp": "swiglu",
-    "positions": "rope",
-    "qk_gain_init": 0.0,
-    "residual_mix": False,
-    "unet_skips": False,
-    "bigram_vocab_size": 0,
-    "logit_softcap": 0.0,
-    "gdn_light": False,
-}
-# And what each architecture has.
-HF_ARCHITECTURES = {
-    "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False, "attn_gate": False},
-    "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False, "attn_gate": False},
-    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": False},
-    "Qwen3_5ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": True},
-}
-HF_LAYERS = {"full_attention": "a", "linear_attention": "g"}
-# The network has no part for these. The values are those that it computes.
-HF_REFUSED = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "hidden_act": "silu",
-    "linear_conv_kernel_dim": CONV_TAPS,
-    "quantization_config": None,
-}
-# The fields of config.json that gdn_shape has, in its order.
-HF_GDN_SHAPE = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-)
-# Parts of a model that are not its text model: images, and predictors of several tokens.
-HF_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.|.*rotary_emb\.inv_freq$")
-# Files that `export --like` does not copy: weights in any format, their index, and our sums.
-HF_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|index\.json)|SHA256SUMS")
-# Where transformers finds classes that it does not have, in an export's own code.
-REMOTE_CLASSES = {
-    "auto_map": {
-        "AutoConfig": "modeling_underpar.UnderparConfig",
-        "AutoModelForCausalLM": "modeling_underpar.UnderparForCausalLM",
-        "AutoTokenizer": ["modeling_underpar.UnderparTokenizer", None],
-    },
-}
-
-
-def load_safetensors():
-    """Return the module safetensors. Raises UserError if it is not installed."""
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise UserError("needs safetensors: pip install safetensors") from None
-    return safetensors
-
-
-def hf_views(network):
-    """Return the tensors of a model of transformers, by name, as views of a network's weights."""
-    views = {
-        "model.embed_tokens.weight": network.embed,
-        "model.norm.weight": network.final_norm.weight,
-    }
-    if network.head is not None:
-        views["lm_head.weight"] = network.head
-    words = network.config.layers.split()
-    for i, (block, mixer) in enumerate(network.layers):
-        gate, up = block.mlp.w_up.chunk(2)
-        layer = {
-            "input_layernorm.weight": block.mixer_norm.weight,
-            "post_attention_layernorm.weight": block.mlp_norm.weight,
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": block.mlp.w_down,
-        }
-        if words[i] == "g":
-            layer |= hf_delta_views(mixer)
-        else:
-            layer |= hf_attention_views(mixer)
-        views |= {f"model.layers.{i}.{name}": view for name, view in layer.items()}
-    return views
-
-
-def hf_attention_views(mixer):
-    """Return hf_views of a layer's attention."""
-    views = {"self_attn.o_proj.weight": mixer.w_o}
-    splits = [count * mixer.head_dim for count in mixer.parts]
-    for name, view in zip("qkv", mixer.w_qkv.split(splits), strict=True):
-        views[f"self_attn.{name}_proj.weight"] = view
-    if mixer.bias is not None:
-        for name, view in zip("qkv", mixer.bias.split(splits), strict=True):
-            views[f"self_attn.{name}_proj.bias"] = view
-    if hasattr(mixer.q_norm, "weight"):
-        views["self_attn.q_norm.weight"] = mixer.q_norm.weight
-        views["self_attn.k_norm.weight"] = mixer.k_norm.weight
-    return views
-
-
-def hf_delta_views(mixer):
-    """Return hf_views of a layer's Gated DeltaNet."""
-    qkv, z = mixer.w_qkvg.tensor_split([mixer.conv.size(1)])
-    decay, step_size = mixer.ab.chunk(2)
-    return {
-        "linear_attn.in_proj_qkv.weight": qkv,
-        "linear_attn.in_proj_z.weight": z,
-        "linear_attn.in_proj_a.weight": decay,
-        "linear_attn.in_proj_b.weight": step_size,
-        "linear_attn.conv1d.weight": mixer.conv.mT[:, None],
-        "linear_attn.A_log": mixer.A_log,
-        "linear_attn.dt_bias": mixer.dt_bias,
-        "linear_attn.norm.weight": mixer.norm,
-        "linear_attn.out_proj.weight": mixer.w_o,
-    }
-
-
-def hf_number(config, name, high=1 << 24, default=None):
-    """Return a whole number of a config.json; null is as missing. Raises UserError."""
-    value = config.get(name)
-    if value is None:
-        value = default
-    if type(value) is not int or not 1 <= value <= high:
-        raise UserError(
-            f"config.json: {name}={value!r:.50}: must be a whole number from 1 to {high}"
-        )
-    return value
-
-
-def hf_real(config, name, default=None):
-    """Return a number above 0 of a config.json. Raises UserError."""
-    value = config.get(name, default)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise UserError(f"config.json: {name}={value!r:.50}: must be a number above 0")
-    return float(value)
-
-
-def hf_rope(config, head_dim, default_share):
-    """Return the fields of GPTConfig about rotary positions, of a config.json. Raises UserError.
-
-    default_share: of a head's dimensions, those that rotate if the config does not say it.
-    """
-    # transformers 5 writes rope_parameters, and goes by rope_scaling if there are both.
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise UserError(
-            f"config.json: rotary positions {rope!r:.90}: must be one kind for all layers"
-        )
-    share = default_share
-    for place in (config, rope):
-        if place.get("partial_rotary_factor") is not None:
-            share = hf_real(place, "partial_rotary_factor")
-    if default_share == 1 != share or share > 1:
-        raise UserError(f"config.json: partial_rotary_factor={share}: must be 1")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = []
-    if kind == "llama3":
-        length = "original_max_position_embeddings"
-        rope = {length: config["max_position_embeddings"]} | rope
-        if length in config:  # as transformers has it
-            rope = rope | {length: config[length]}
-        names = ("factor", "low_freq_factor", "high_freq_factor", length)
-        scaling = [hf_real(rope, name) for name in names]
-    elif kind != "default":
-        raise UserError(f"config.json: rope_type={kind!r}: must be default or llama3")
-    return {
-        "rope_base": hf_real(rope, "rope_theta", config.get("rope_theta", ROPE_BASE)),
-        "rope_dims": int(head_dim * share),
-        "rope_scaling": scaling,
-    }
-
-
-def hf_norms(gated, count):
-    """Return the field `norms` of GPTConfig: Qwen3.5, whose attention is gated, has its own kind."""
-    return " ".join(["rms_offset" if gated else "rms_weight"] * count)
-
-
-def hf_known(config):
-    """Return what the network has of a config.json's architecture. Raises UserError without any."""
-    architectures = config.get("architectures")
-    architecture = str(architectures)
-    if isinstance(architectures, list) and len(architectures) == 1:
-        architecture = str(architectures[0])
-    known = HF_ARCHITECTURES.get(architecture.replace("ConditionalGeneration", "CausalLM"))
-    if known is None:
-        names = ", ".join(HF_ARCHITECTURES)
-        raise UserError(f"config.json: architectures={architecture!r:.90}: must be one of {names}")
-    # transformers goes by this one.
-    kind = config.get("model_type")
-    if kind and str(kind).removesuffix("_text") != re.split("For[CM]", architecture)[0].lower():
-        raise UserError(f"config.json: model_type={kind!r:.50}: must be that of {architecture}")
-    for name, value in HF_REFUSED.items():
-        if config.get(name) not in (None, value):
-            raise UserError(f"config.json: {name}={config[name]!r:.90}: must be {value!r}")
-    return known
-
-
-def hf_layers(config, known):
-    """Return the kinds of the layers of a config.json. Raises UserError."""
-    count = hf_number(config, "num_hidden_layers", 4096)
-    every = hf_number(config, "full_attention_interval", 4096, 4 if known["attn_gate"] else 1)
-    kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
-    kinds = config.get("layer_types") or (kinds * count)[:count]
-    allowed = [*HF_LAYERS] if known["attn_gate"] else ["full_attention"]
-    if not isinstance(kinds, list) or not all(kind in allowed for kind in kinds):
-        raise UserError(
-            f"config.json: layer_types={kinds!r:.90}: must be among {', '.join(allowed)}"
-        )
-    if len(kinds) != count:
-        raise UserError(
-            f"config.json: layer_types: has {len(kinds)} layers, num_hidden_layers {count}"
-        )
-    return kinds
-
-
-def hf_shape(config):
-    """Return the fields of GPTConfig for a config.json. Raises UserError for what has no part."""
-    # Transformers takes this from the top level if it stands there.
-    text = config.get("text_config") or {}
-    if not isinstance(text, dict):
-        raise UserError(f"config.json: text_config={text!r:.50}: must be an object")
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    if not isinstance(tied, bool | None):
-        raise UserError(f"config.json: tie_word_embeddings={tied!r:.50}: must be true or false")
-    outer = {name: config.get(name) for name in ("architectures", "model_type")}
-    config = config | text | outer
-    known = hf_known(config)
-    kinds = hf_layers(config, known)
-    width = hf_number(config, "hidden_size")
-    heads = hf_number(config, "num_attention_heads")
-    head_dim = hf_number(config, "head_dim", default=width // heads)
-    context = hf_number(config, "max_position_embeddings", 1 << 40)
-    shape = {
-        "vocab_size": hf_number(config, "vocab_size"),
-        "bos_id": -1,  # the tokenizer's; config.json often has none
-        "layers": " ".join(HF_LAYERS[kind] for kind in kinds),
-        "norms": hf_norms(known["attn_gate"], len(kinds)),
-        # Scores have windows of this length, which must fit into memory.
-        "train_seq_len": min(context, 4096),
-        "context": context,
-        "model_dim": width,
-        "num_heads": heads,
-        "num_kv_heads": hf_number(config, "num_key_value_heads", default=heads),
-        "head_dim": head_dim,
-        "mlp_hidden": hf_number(config, "intermediate_size"),
-        "norm_eps": hf_real(config, "rms_norm_eps"),
-        "tie_embeddings": bool(tied),
-    }
-    if heads % shape["num_kv_heads"]:
-        raise UserError(
-            f"config.json: num_key_value_heads={shape['num_kv_heads']}: must divide "
-            f"num_attention_heads={heads}"
-        )
-    if "linear_attention" in kinds:
-        shape["gdn_shape"] = [hf_number(config, name) for name in HF_GDN_SHAPE]
-    return HF_SHAPE | known | shape | hf_rope(config, head_dim, 0.25 if known["attn_gate"] else 1.0)
-
-
-def hf_architecture(shape):
-    """Return transformers' name for the architecture of a network. Raises UserError without one."""
-    fitting = [
-        name for name, known in HF_ARCHITECTURES.items() if known.items() <= vars(shape).items()
-    ]
-    if not fitting:
-        raise UserError(f"transformers has no model with the biases, norms and gates of {shape}")
-    architecture = fitting[0]
-    words = shape.layers.split()
-    head_dim = shape.head_dim or shape.model_dim // shape.num_heads
-    wanted = HF_SHAPE | {"norms": hf_norms(shape.attn_gate, len(words))}
-    if not shape.attn_gate:
-        wanted["layers"] = " ".join("a" * len(words))
-        wanted["rope_dims"] = shape.rope_dims if shape.rope_dims == head_dim else 0
-    for name, value in wanted.items():
-        actual = getattr(shape, name)
-        if actual != value:
-            raise UserError(f"transformers' {architecture} has no {name}={actual!r}")
-    return architecture
-
-
-def hf_config(shape):
-    """Return the config.json of a network. Raises UserError if transformers has no such model."""
-    architecture = hf_architecture(shape)
-    words = shape.layers.split()
-    head_dim = shape.head_dim or shape.model_dim // shape.num_heads
-    rope = {"rope_type": "default", "rope_theta": shape.rope_base}
-    if shape.attn_gate:
-        rope["partial_rotary_factor"] = (shape.rope_dims or head_dim) / head_dim
-    if shape.rope_scaling:
-        factor, low, high, length = shape.rope_scaling
-        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low}
-        rope |= {"high_freq_factor": high, "original_max_position_embeddings": int(length)}
-    config = {
-        "architectures": [architecture],
-        # llama, qwen2, qwen3, or qwen3_5_text, which has another model beside for images
-        "model_type": architecture.removesuffix("ForCausalLM").lower() + "_text" * shape.attn_gate,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.model_dim,
-        "head_dim": head_dim,
-        "intermediate_size": shape.mlp_hidden or int(shape.mlp_mult * shape.model_dim),
-        "num_hidden_layers": len(words),
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "rope_parameters": rope,  # of transformers 5
-        "rope_theta": shape.rope_base,
-        "max_position_embeddings": shape.context or shape.train_seq_len,
-        "rms_norm_eps": shape.norm_eps or torch.finfo(torch.float32).eps,
-        "tie_word_embeddings": shape.tie_embeddings,
-    }
-    if shape.attn_gate:
-        names = {word: kind for kind, word in HF_LAYERS.items()}
-        config["layer_types"] = [names[word] for word in words]
-        width = shape.model_dim // shape.num_heads
-        sizes = shape.gdn_shape or (shape.num_heads, shape.num_heads, width, width)
-        config |= zip(HF_GDN_SHAPE, sizes, strict=True)
-        config["linear_conv_kernel_dim"] = CONV_TAPS
-    return config
-
-
-@dataclass
-class HfTensor:
-    """A tensor in a safetensors file, of which only the header has been read."""
-
-    path: Path
-    key: str
-    name: str  # in hf_views
-    dtype: str
-    shape: list
-
-    def read(self):
-        """Return the tensor. Raises UserError."""
-        safetensors = load_safetensors()
-        try:
-            with safetensors.safe_open(self.path, framework="pt") as file:
-                return file.get_tensor(self.key)
-        except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"{self.path}: {self.key}: cannot be read: {error!s:.200}") from None
-
-
-def hf_files(folder):
-    """Return the paths of the safetensors files of a folder's model. Raises UserError."""
-    path = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if path.is_file() and not (folder / names[0]).is_file():  # in the order of transformers
-        placed = read_json(path).get("weight_map")
-        values = [*placed.values()] if isinstance(placed, dict) else [None]
-        for value in values:
-            if not isinstance(value, str) or not re.fullmatch(r"[\w.-]+\.safetensors", value):
-                raise UserError(f"{path}: weight_map: {value!r:.90}: must name files beside it")
-        names = sorted(set(values))
-    for name in names:
-        if not (folder / name).is_file():
-            raise UserError(
-                f"{folder / name}: no such file; the weights must be in safetensors files"
-            )
-    return [folder / name for name in names]
-
-
-def hf_headers(folder):
-    """Return the HfTensors of a folder's model. Raises UserError."""
-    safetensors = load_safetensors()
-    tensors = {}
-    for path in hf_files(folder):
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                for key in file.keys():
-                    part = file.get_slice(key)
-                    name = key.replace("model.language_model.", "model.")
-                    if name in tensors:
-                        raise UserError(f"{path}: {key}: stands in another file too, or twice")
-                    tensors[name] = HfTensor(path, key, name, part.get_dtype(), part.get_shape())
-        except (safetensors.SafetensorError, OSError) as error:
-            raise UserError(f"{path}: no whole safetensors file: {error!s:.200}") from None
-    return list(tensors.values())
-
-
-def read_hf_shape(folder):
-    """Return hf_shape of a folder. Raises UserError.
-
-    A head in the files that is not the embedding counts, also where config.json says that the two
-    are tied. So it is in transformers 5.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: no config.json; must be a folder of Hugging Face's")
-    shape = hf_shape(read_json(path))
-    tensors = {tensor.name: tensor for tensor in hf_headers(folder)}
-    head = tensors.get("lm_head.weight")
-    embed = tensors.get("model.embed_tokens.weight")
-    if shape["tie_embeddings"] and head and embed:
-        if head.shape != embed.shape or not torch.equal(head.read().float(), embed.read().float()):
-            shape["tie_embeddings"] = False
-            print(
-                f"{path}: says tie_word_embeddings, but the files have another head, which counts"
-            )
-    return shape
-
-
-def check_hf_headers(folder, shape):
-    """Raise UserError if a folder's files do not have the tensors of a network of this shape.
-
-    Nothing of the network's size is allocated: a config.json may ask for any.
-    """
-    try:
-        with torch.device("meta"):
-            views = hf_views(GPT(GPTConfig(**shape)))
-    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise UserError(
-            f"{folder}/config.json: does not describe a model: {error!s:.200}"
-        ) from None
-    for tensor in hf_headers(folder):
-        is_tied_head = tensor.name == "lm_head.weight" and shape["tie_embeddings"]
-        if HF_SKIPPED.match(tensor.name) or is_tied_head:
-            continue
-        where = f"{folder}: {tensor.key} {tensor.shape}"
-        view = views.pop(tensor.name, None)
-        if view is None:
-            raise UserError(f"{where}: expected no such tensor")
-        if list(view.shape) != tensor.shape:
-            raise UserError(f"{where}: expected {list(view.shape)}")
-        if not re.fullmatch(r"F(64|32|16|8_E\w+)|BF16", tensor.dtype):
-            raise UserError(f"{where}: has dtype {tensor.dtype}; must be of floating-point numbers")
-    if views:
-        raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
-
-
-def read_hf_tensors(folder, network):
-    """Copy the tensors of a folder's safetensors files, which were checked, into a network.
-
-    One is in memory at a time. Rows beyond the network's vocabulary, which belong to no token, are
-    left out. Raises UserError for NaN and infinite weights.
-    """
-    views = hf_views(network)
-    for tensor in hf_headers(folder):
-        view = views.get(tensor.name)
-        if view is None:
-            continue
-        w = tensor.read().float()
-        if not w.isfinite().all():
-            raise UserError(f"{folder}: {tensor.key}: has weights that are NaN or infinite")
-        with torch.no_grad():
-            # Embedding and head may have more rows than the network.
-            view.copy_(w[: len(view)])
-
-
-# GPT-2's split of a text into parts within which bytes are merged; "ByteLevel" alone means it.
-GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# The same where each digit is split off first, as SmolLM2 has it: a digit ends a run of spaces.
-DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
-
-
-def byte_of_letters():
-    """Return the byte that each letter stands for in a byte-level vocabulary.
-
-    The 188 printable characters of Latin-1 stand for themselves, and the letters from U+0100 on for
-    the other bytes in their order (GPT-2's bytes_to_unicode).
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = sorted(set(range(256)) - set(printable))
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-def hf_split(tokenizer):
-    """Return the regular expression that splits texts, of a tokenizer.json. Raises UserError."""
-    described = tokenizer["pre_tokenizer"] or {}
-    steps = described.get("pretokenizers", [described])
-    kinds = [step.get("type") for step in steps]
-    last = steps[-1]
-    is_plain = kinds[-1] == "ByteLevel" and not last.get("add_prefix_space")
-    first = steps[0]
-    if is_plain and last.get("use_regex", True):
-        if kinds == ["ByteLevel"]:
-            return GPT2_SPLIT
-        if kinds == ["Digits", "ByteLevel"] and first["individual_digits"]:
-            return DIGITS_SPLIT
-    is_isolated = first.get("behavior") == "Isolated" and not first.get("invert")
-    if kinds == ["Split", "ByteLevel"] and is_plain and is_isolated and not last["use_regex"]:
-        if "Regex" in first["pattern"]:
-            return first["pattern"]["Regex"]
-    raise UserError(
-        f"tokenizer.json: pre_tokenizer {' '.join(map(str, kinds))}: must be ByteLevel without a "
-        "prefix space, or an isolated Split by Regex or individual Digits before it"
-    )
-
-
-def hf_tokenizer(folder, size):
-    """Return the Tokenizer of a folder's tokenizer.json. Its file is JSON, see rank_tokenizer.
-
-    size: the model's number of tokens, which the tokenizer's is not above. Raises UserError for
-    what would not be reproduced.
-    """
-    path = folder / "tokenizer.json"
-    described = read_json(path)
-    try:
-        facts = tokenizer_facts(folder, described, size)
-        tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
-        probe_split(facts["split"])
-        add_encoder(tokenizer)
-    except (LookupError, TypeError, ValueError, AttributeError, regex.error) as error:
-        fault = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise UserError(f"{path}: is not understood: {fault:.200}") from None
-    for name in ("template", "tool_template"):
-        if name in tokenizer.facts:
-            compile_template(tokenizer.facts[name])
-    return tokenizer
-
-
-def report_import(folder, tokenizer):
-    """Print what is particular about an imported model's tokenizer."""
-    if tokenizer.file != "imported.tiktoken":
-        return
-    begin = repr(tokenizer.facts["bos"]) if begin_ids(tokenizer) else "nothing"
-    print(f"{folder}: {tokenizer.vocab_size} tokens; before a text stands {begin}")
-    lacking = sorted({bytes([byte]) for byte in range(256)} - set(tokenizer.pieces))
-    if lacking:
-        names = " ".join(byte.hex() for byte in lacking)
-        print(
-            f"{folder}: its vocabulary lacks {len(lacking)} bytes ({names}); they are dropped from "
-            "texts, as transformers does"
-        )
-    if tokenizer.facts["unused_templates"]:
-        print(
-            f"{folder}: not used: chat templates {', '.join(tokenizer.facts['unused_templates'])}"
-        )
-    if "template" in tokenizer.facts:
-        try:
-            chat_text(tokenizer, [("<|user|>", "Hello")], True)
-        except UserError as error:
-            print(f"{folder}: a conversation of one question is refused: {error}")
-
-
-def tokenizer_facts(folder, tokenizer, size):
-    """Return the facts of a tokenizer.json, a dict, and its ranks, see rank_tokenizer.
-
-    Byte-level BPE alone. tiktoken merges the pair of the lowest rank first, so ids must be in the
-    order of merges, and takes a whole part of a text if it is a piece. So pieces that no merge
-    reaches are left out, unless the tokenizer does the same (ignore_merges): then their merges must
-    be all that tiktoken would do. Added tokens are apart from these; those that are not special, as
-    <think>, are shown as text. BOS is the tokenizer's, or <|endoftext|>. Raises UserError.
-    """
-    model = tokenizer["model"]
-    check_bpe(tokenizer, model)
-    added = {}
-    shown = {}
-    late = []
-    for token in tokenizer["added_tokens"]:
-        text = token["content"]
-        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise UserError(f"tokenizer.json: added token {text!r}: must strip nothing")
-        if not text or added.setdefault(text, token["id"]) != token["id"]:
-            raise UserError(f"tokenizer.json: added token {text!r}: is empty, or has two ids")
-        if not token["special"]:
-            shown[text] = token["id"]
-        if token.get("normalized"):
-            late.append(text)
-    check_ids(model["vocab"], added, size)
-    check_added(folder, added)
-    ids = {piece: i for piece, i in model["vocab"].items() if piece not in added}
-    merges = {}
-    for place, merge in enumerate(model["merges"]):
-        merges[tuple(merge.split(" ") if isinstance(merge, str) else merge)] = place
-    order = [ids["".join(pair)] for pair in merges]
-    if order != sorted(order):
-        raise UserError("tokenizer.json: merges: must be in the order of the ids that they make")
-    if set(itertools.chain(*merges)) - model["vocab"].keys():
-        raise UserError("tokenizer.json: merges: must be of pieces of the vocabulary")
-    lines = rank_lines(ids, merges, model.get("ignore_merges"))
-    lines += [rank_line(text.encode(), i) for text, i in shown.items()]
-    facts = hf_chat(folder, added)
-    return facts | {
-        "vocab_size": 1 + max([*ids.values(), *added.values()]),
-        "split": hf_split(tokenizer),
-        "nfc": (tokenizer.get("normalizer") or {}).get("type") == "NFC",
-        "added": added,
-        "normalized": late,
-        "ranks": "\n".join(lines),
-        "begins_with_bos": begins_with(tokenizer.get("post_processor"), facts["bos"]),
-    }
-
-
-def check_bpe(tokenizer, model):
-    """Raise UserError for a tokenizer.json that is not byte-level BPE as tiktoken does it."""
-    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
-        raise UserError(f"tokenizer.json: model {model['type']}: must be byte-level BPE")
-    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(name):
-            raise UserError(f"tokenizer.json: {name}={model[name]!r:.50}: must be none")
-    normalizer = (tokenizer.get("normalizer") or {}).get("type")
-    if normalizer not in (None, "NFC"):
-        raise UserError(f"tokenizer.json: normalizer {normalizer}: must be NFC or none")
-    lacking = byte_of_letters().keys() - model["vocab"].keys()
-    if lacking and model.get("unk_token") is not None:
-        raise UserError(
-            f"tokenizer.json: unk_token={model['unk_token']!r:.50}: must be none, because the "
-            f"vocabulary lacks {len(lacking)} bytes"
-        )
-
-
-def check_ids(vocab, added, size):
-    """Raise UserError unless every token has an id of its own below `size`."""
-    tokens = vocab | added
-    for text, i in tokens.items():
-        if type(i) is not int or i < 0:
-            raise UserError(f"tokenizer.json: {text!r:.50} has the id {i!r:.50}: must be a number")
-    count = 1 + max(tokens.values())
-    if count > size:
-        raise UserError(f"tokenizer.json: the tokenizer has {count} tokens, the model {size}")
-    if len(set(tokens.values())) < len(tokens) or any(
-        vocab.get(a, i) != i for a, i in added.items()
-    ):
-        raise UserError("tokenizer.json: two tokens have one id, or one has two")
-
-
-def check_added(folder, added):
-    """Raise UserError if the tokenizer_config.json has tokens that tokenizer.json does not."""
-    path = folder / "tokenizer_config.json"
-    config = read_json(path)
-    listed = [*(config.get("added_tokens_decoder") or {}).values()]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        tokens = config.get(name) or []
-        listed += tokens.values() if isinstance(tokens, dict) else tokens
-    for token in listed:
-        text = token["content"] if isinstance(token, dict) else token
-        if text not in added:
-            raise UserError(
-                f"{path}: token {text!r:.50}: must be one of tokenizer.json's added_tokens"
-            )
-
-
-def begins_with(processor, bos):
-    """Return whether a post_processor puts BOS before a text. Raises UserError for other tokens."""
-    processor = processor or {"type": "ByteLevel"}
-    if processor["type"] == "Sequence":
-        return any([begins_with(step, bos) for step in processor["processors"]])
-    if processor["type"] == "ByteLevel":  # has to do with places in the text alone
-        return False
-    texts = []
-    if processor["type"] == "TemplateProcessing":
-        parts = itertools.chain(*(step.values() for step in processor["single"]))
-        texts = [part["id"] for part in parts]
-    if texts in (["A"], [bos, "A"]):
-        return len(texts) == 2
-    raise UserError(
-        f"tokenizer.json: post_processor {processor['type']} {texts}: must put nothing but BOS, "
-        f"{bos!r}, before a text, and nothing behind it"
-    )
-
-
-def rank_line(content, i):
-    """Return the line of a rank file for a piece, bytes, and its id."""
-    return f"{base64.b64encode(content).decode()} {i}"
-
-
-def rank_lines(ids, merges, ignore_merges):
-    """Return the lines of a rank file, of the pieces that tiktoken may have. See hf_tokenizer."""
-    letters = byte_of_letters()
-    lines = []
-    known = {*ids, *letters}  # tiktoken has all bytes, see BytePairEncoder
-    for piece, i in ids.items():
-        if len(piece) > 1024 or not piece or set(piece) - letters.keys():
-            raise UserError(f"tokenizer.json: piece {piece!r:.50}: must be of 1 to 1024 bytes")
-        if merge_letters(piece, merges) != [piece]:
-            if not ignore_merges:
-                continue
-            splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-            if any(a in known and b in known and (a, b) not in merges for a, b in splits):
-                raise UserError(f"tokenizer.json: merges: must have every split of {piece!r}")
-        lines.append(rank_line(bytes(letters[letter] for letter in piece), i))
-    return lines
-
-
-def merge_letters(text, merges):
-    """Return the parts of a text after byte-pair merges; merges: pair of parts -> place in order."""
-    parts = list(text)
-    while len(parts) > 1:
-        pairs = list(itertools.pairwise(parts))
-        first = min(pairs, key=lambda pair: merges.get(pair, math.inf))
-        if first not in merges:
-            break
-        place = pairs.index(first)
-        parts[place : place + 2] = ["".join(first)]
-    return parts
-
-
-def probe_split(split):
-    """Raise UserError if the split of a tokenizer.json loses text: tiktoken drops what it leaves."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    bpe = tiktoken.Encoding("probe", pat_str=split, mergeable_ranks=ranks, special_tokens={})
-    probe = "".join(map(chr, range(1, 0x500)))
-    probe += " a  b\n\n c\t\r\n d \u3000\u65e5\u672c \U0001f642 e\u0301  "
-    if bytes(bpe.encode_ordinary(probe)) != probe.encode():
-        raise UserError("tokenizer.json: pre_tokenizer: its Regex must match every part of a text")
-
-
-def read_json(path):
-    """Return what a JSON file of an object has; {} if there is no such file. Raises UserError."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is no JSON: {error!s:.200}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must be a JSON object, and is {value!r:.50}")
-    return value
-
-
-def hf_chat(folder, added):
-    """Return the facts of a folder about texts and conversations. Raises UserError.
-
-    added: the text of an added token -> its id. Returned are BOS, which is <|endoftext|> if there is
-    none, the ids that end an answer, the names in chat templates, and templates if there are some.
-    """
-    path = folder / "tokenizer_config.json"
-    config = read_json(path)
-    names = {}
-    for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"):
-        token = config.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            names[f"{kind}_token"] = token
-            if not isinstance(token, str):
-                raise UserError(f"{path}: {kind}_token={token!r:.50}: must be a text")
-    bos = names.get("bos_token", "<|endoftext|>")
-    if bos not in added:
-        raise UserError(
-            f"{path}: bos_token {bos!r:.50}: must be one of tokenizer.json's added_tokens"
-        )
-    stop = [added[bos], added.get(names.get("eos_token"), added[bos])]
-    for name in ("config.json", "generation_config.json"):
-        ids = read_json(folder / name).get("eos_token_id")
-        ids = [ids] if ids is None or isinstance(ids, int) else ids
-        if not isinstance(ids, list) or not all(type(i) in (int, type(None)) for i in ids):
-            raise UserError(
-                f"{folder / name}: eos_token_id={ids!r:.50}: must be an id or a list of them"
-            )
-        stop += [i for i in ids if i is not None]
-    facts = {"bos": bos, "bos_id": added[bos], "names": names, "stop": sorted(set(stop))}
-    return facts | hf_templates(folder, config)
-
-
-def hf_templates(folder, config):
-    """Return the facts of a folder about chat templates. Raises UserError for one without use.
-
-    As in transformers, chat_template.jinja counts before the tokenizer_config.json, and of several
-    by name the one called tool_use is for conversations with tools.
-    """
-    path = folder / "chat_template.jinja"
-    templates = config.get("chat_template") or {}
-    if isinstance(templates, list):
-        listed = map(dict, templates)
-        templates = {str(entry.get("name")): entry.get("template") for entry in listed}
-    elif templates:
-        templates = {"default": templates}
-    if path.is_file():
-        templates = {"default": path.read_text(encoding="utf-8")}
-        for more in sorted(folder.glob("additional_chat_templates/*.jinja")):
-            templates[more.stem] = more.read_text(encoding="utf-8")
-    facts = {"unused_templates": sorted(templates.keys() - {"default", "tool_use"})}
-    if not templates:
-        return facts
-    if not all(isinstance(text, str) for text in templates.values()) or "default" not in templates:
-        raise UserError(
-            f"{folder}: chat_template: must be a text, or several with one named default"
-        )
-    facts["template"] = templates["default"]
-    if "tool_use" in templates:
-        facts["tool_template"] = templates["tool_use"]
-    return facts
-
-
-def read_hf_tokenizer(folder, path, vocab_size):
-    """Return the Tokenizer of TOKENIZER_PATH, else of tokenizer.model, else of tokenizer.json."""
-    if not path and not (folder / "tokenizer.model").is_file():
-        if not (folder / "tokenizer.json").is_file():
-            raise UserError(
-                f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
-            )
-        return hf_tokenizer(folder, vocab_size)
-    path = path or str(folder / "tokenizer.model")
-    if path != "bytes" and not (Path(path).is_file() and path.endswith(".model")):
-        raise UserError(f"TOKENIZER_PATH={path!r}: must be a SentencePiece .model file, or bytes")
-    tokenizer = read_tokenizer(path, {})
-    if vocab_size - tokenizer.vocab_size not in (0, 4):  # with or without roles
-        raise UserError(
-            f"TOKENIZER_PATH={path!r}: has {tokenizer.vocab_size} tokens; must have the model's "
-            f"{vocab_size}"
-        )
-    return tokenizer
-
-
-def import_(args):
-    """Read a model of transformers into a run folder: config.json, safetensors, tokenizer."""
-    shape = read_hf_shape(args.folder)
-    check_hf_headers(args.folder, shape)
-    settings = load_settings(Settings, dict(os.environ))
-    tokenizer = read_hf_tokenizer(args.folder, settings.tokenizer_path, shape["vocab_size"])
-    shape["bos_id"] = tokenizer.bos_id
-    if tokenizer.file == "imported.tiktoken":
-        # Models have some more rows than tokens. An id without a token must not be drawn.
-        shape["vocab_size"] = tokenizer.vocab_size
-    network = GPT(GPTConfig(**shape))
-    read_hf_tensors(args.folder, network)
-    args.out.mkdir()
-    header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
-    if tokenizer.file != "bytes":
-        replace_file(args.out / tokenizer.file, tokenizer.content)
-    path = args.folder / "config.json"
-    source = Weights(path, network.state_dict(), asdict(network.config), header)
-    write_model(args.out / "step_000000", source)
-    report_import(args.folder, tokenizer)
-
-
-def export(args):
-    """Write a folder for transformers: a model, or with --adapters its LoRA adapters, for PEFT.
-
-    With --like FOLDER the model has the form of that, from which it was imported.
-    """
-    load_safetensors()  # or a UserError, before anything is read
-    source = read_weights(args.model, args.weights)
-    network = rebuild(source)
-    if args.adapters:
-        if args.like:
-            raise UserError("--adapters: they are for INIT_FROM; must be without --like")
-        files = adapter_files(source, network)
-    elif args.like:
-        files = like_files(args.like, source, network)
-    else:
-        files = own_files(source, network)
-    write_folder(args.out, files)
-    print(f"{args.out}: {len(files)} files")
-
-
-def own_files(source, network):
-    """Return the files of a model in float32, by name.
-
-    The tokenizer comes with its code, and so does a network that transformers has no class for.
-    An answer ends where those of sample.py end: at the stop tokens of an imported model, or at the
-    BOS of the next document and at <|end|>.
-    """
-    tokenizer = find_tokenizer(source, load_defaults(source).tokenizer_path)
-    has_added_roles = source.shape["vocab_size"] > tokenizer.vocab_size
-    if has_added_roles:
-        tokenizer = with_roles(tokenizer)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(stop_ids(tokenizer))}
-    try:
-        config = hf_config(network.config)
-        # Copies, because safetensors takes no views.
-        state = {name: view.contiguous().clone() for name, view in hf_views(network).items()}
-    except UserError as error:
-        print(f"{error}; it loads this model with trust_remote_code=True")
-        config = REMOTE_CLASSES | {
-            "architectures": ["UnderparForCausalLM"],
-            "model_type": "underpar",
-            "shape": source.shape,
-        }
-        state = remote_names(source.tensors)
-    return {
-        "model.safetensors": state,
-        "config.json": config | ids | {"dtype": "float32"},
-        "generation_config.json": ids | {"pad_token_id": ids["eos_token_id"][0]},
-        "tokenizer_config.json": REMOTE_CLASSES | chat_facts(tokenizer, has_added_roles),
-        tokenizer.file: tokenizer.content,
-        "modeling_underpar.py": read_tool("modeling_underpar.py"),
-    }
-
-
-def remote_names(tensors):
-    """Return the tensors of a network by the names that they have in modeling_underpar.py."""
-    names = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
-    return {names.get(name, f"model.network.{name}"): w for name, w in tensors.items()}
-
-
-def read_tool(name):
-    """Return the content of a file of the folder tools, which an export copies. Raises UserError."""
-    path = Path(__file__).parent / "tools" / name
-    if not path.is_file():
-        raise UserError(
-            f"{path}: no such file; an export has a copy of it, so take the folder tools from the "
-            "repository along with this script"
-        )
-    return path.read_bytes()
-
-
-def chat_facts(tokenizer, has_added_roles):
-    """Return the entries of tokenizer_config.json about conversations.
-
-    The chat template is the imported model's, or one that writes conversations as these scripts do.
-    A tokenizer without role tokens has none.
-    """
-    facts = {"has_added_roles": has_added_roles}
-    template = tokenizer.facts.get("template")
-    if tokenizer.roles:
-        # The layout of asked_ids, as a template of transformers.
-        template = read_tool("chat_template.jinja").decode()
-    return facts | {"chat_template": template} if template else facts
-
-
-def like_files(folder, source, network):
-    """Return the files of a model in the form of the folder that it was imported from, by name.
-
-    Names and dtypes of tensors, those that the network does not have, rows without a token, and
-    all files but the weights are the folder's. Raises UserError if it is another model's.
-    """
-    path = folder / "config.json"
-    shape = read_hf_shape(folder)
-    config = read_json(path)
-    for name, value in shape.items():
-        actual = source.shape.get(name)
-        # Training and the tokenizer may change some fields.
-        if actual != value and name not in ("vocab_size", "bos_id", "train_seq_len", "context"):
-            raise UserError(f"{path}: has {name}={value!r}, {source.path} {actual!r}")
-    files = {
-        file.name: file.read_bytes()
-        for file in folder.iterdir()
-        if file.is_file() and not HF_WEIGHTS.fullmatch(file.name)
-    }
-    views = hf_views(network)
-    state = {}
-    for tensor in hf_headers(folder):
-        w = tensor.read()
-        view = views.pop(tensor.name, None)
-        if tensor.name == "lm_head.weight" and network.head is None:
-            view = network.embed
-        if view is not None:
-            # Behind the network's rows stand those of ids without a token.
-            w = torch.cat([view.to(w.dtype), w[len(view) :]])
-        state[tensor.key] = w
-    if views:
-        raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
-    text = config.get("text_config", config)
-    count = len(network.embed)
-    if count > text["vocab_size"]:
-        text["vocab_size"] = count
-        files["config.json"] = config
-    if count > find_tokenizer(source, "").vocab_size:
-        print(
-            f"the four ids before {count} are <|system|>, <|user|>, <|assistant|> and <|end|>, which "
-            f"the tokenizer of {folder} does not have"
-        )
-    return files | {"model.safetensors": state}
-
-
-def adapter_files(source, network):
-    """Return PEFT's files of a run's LoRA adapters, by name, for the model that it began with.
-
-    Raises UserError if there are none, or if the run changed another tensor than their matrices.
-    """
-    inputs = {}  # A by the place of B's numbers in memory, where views of B have theirs too
-    for name, param in network.named_parameters():
-        module, _, matrix = name.rpartition(".")
-        adapter = f"{module}.parametrizations.{matrix}.0.lora_"
-        if f"{adapter}b" in source.unmerged:
-            param.data = source.unmerged[f"{adapter}b"]  # so that the views are of it
-            inputs[param.untyped_storage().data_ptr()] = source.unmerged[f"{adapter}a"]
-    if not inputs:
-        raise UserError(f"{source.path}: has no adapters; LORA_RANK trains them")
-    state = {}
-    for name, b in hf_views(network).items():
-        a = inputs.get(b.untyped_storage().data_ptr())
-        if a is not None:
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            state[f"{module}.lora_A.weight"] = a.clone()
-            state[f"{module}.lora_B.weight"] = b.clone()
-    path = Path(source.run["init_from"])
-    packed = path / "model.upar"
-    base = read_weights(packed if packed.is_file() else path, "raw")
-    for name, w in base.tensors.items():
-        frozen = source.unmerged.get(name, w)  # may be bfloat16
-        if not torch.equal(w.to(frozen), frozen):
-            raise UserError(f"{source.path}: {name} has changed or grown; adapters cannot hold it")
-    print(f"adapters for {base.path}")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": source.run["lora_rank"],
-        "lora_alpha": source.run["lora_alpha"],
-        "target_modules": sorted({name.split(".")[-3] for name in state}),
-    }
-    return {"adapter_model.safetensors": state, "adapter_config.json": config}
-
-
 # -------------------------------------------------------------------------------------------- main
 def fail_usage(message):
     """Raise a mistake in the command line, which argparse would print in several lines."""
@@ -5213,12 +4023,11 @@ def fail_usage(message):
 
 def add_command(commands, run, *names):
     """Add a command that calls `run`, with arguments of these names, and return its parser."""
-    name = run.__name__.rstrip("_")  # import is a word of Python
-    command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+    command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
     command.error = fail_usage
     command.set_defaults(run=run)
     for name in names:
-        kind = Path if name in ("folder", "out") else str
+        kind = Path if name == "out" else str
         command.add_argument(name, metavar=name.upper(), type=kind)
     return command
 
@@ -5243,15 +4052,11 @@ def make_parser():
     command = add_command(commands, verify, "artifact")
     command.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?")
     add_command(commands, compare, "a", "b")
-    add_command(commands, import_, "folder", "out")
-    command = add_command(commands, export, "model", "out")
-    command.add_argument("--like", type=Path, help="folder of transformers, whose form it gets")
-    command.add_argument("--adapters", action="store_true", help="LoRA adapters alone, for PEFT")
     for run in (bitdelta, deltaquant):
         command = add_command(commands, run, "base", "tuned", "out")
         command.add_argument("--score", action="store_true", help="bits per byte on DATA_PATH")
     add_command(commands, apply, "base", "delta", "out")
-    for name in commands.choices.keys() - {"unpack", "import"}:
+    for name in commands.choices.keys() - {"unpack"}:
         commands.choices[name].add_argument(
             "--weights", choices=AVERAGES, help="of a checkpoint (those that its run chose)"
         )
@@ -5260,10 +4065,10 @@ def make_parser():
 
 def main():
     """Run one command. Return its exit code: 1 if `verify` says no, 2 for a mistake."""
+    if sys.argv[1:2] in (["import"], ["export"]):  # until 2026-11-27
+        raise UserError(f"now it is: python convert.py {shlex.join(sys.argv[1:])}")
     args = make_parser().parse_args()
     load_settings(Settings, dict(os.environ))  # a wrong name is an error of every command
-    if args.run is import_:  # often the first run of a clone
-        args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
     if "out" in args and (args.out.exists() or not args.out.absolute().parent.is_dir()):
         raise UserError(f"OUT {str(args.out)!r}: exists already, or its folder does not")
     try:

@@ -2217,7 +2217,7 @@ ARCH_PRESETS = {
     "baseline": dict(  # the first script of Parameter Golf
         layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
     ),
-    # Layouts that other software loads, see quantize.py export.
+    # Layouts that other software loads, see convert.py export.
     "llama": LLAMA,
     "qwen2": LLAMA | dict(qkv_bias=True),
     "qwen3": LLAMA | dict(qk_norm=True),
@@ -3524,7 +3524,7 @@ def read_stored(name, path):
     if not path or not file.exists():
         raise UserError(f"{source}: no such file; must be a run, a checkpoint or an artifact")
     if (file / "config.json").is_file():
-        raise UserError(f"{source}: first python quantize.py import {path} runs/imported")
+        raise UserError(f"{source}: first python convert.py import {path} runs/imported")
     if (file / "model.upar").is_file():
         file = file / "model.upar"
     if file.is_file():
@@ -3772,7 +3772,7 @@ def checkpoint_to_resume(folder):
         raise UserError(f"{prefix} has no whole checkpoint step_<step>; {'; '.join(damaged)}")
     if not (newest / "training.pt").is_file():
         raise UserError(
-            f"{prefix} is a model that quantize.py wrote, not a run: {newest} has no training.pt; "
+            f"{prefix} is a model that quantize.py or convert.py wrote, not a run: {newest} has no training.pt; "
             "INIT_FROM starts from it"
         )
     return newest, damaged

@@ -1015,7 +1015,7 @@ class BytePairEncoder:
     """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
 
     def __init__(self, tokenizer, facts):
-        """facts: those of ENCODINGS, or of an imported model (see quantize.py)."""
+        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
         added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         for text in added:  # some of them are shown as text, and no merge makes them
@@ -1106,7 +1106,7 @@ def add_encoder(tokenizer):
     encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
     imported model, the same, but its added tokens are what they stand for. Both raise UserError for
     half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see quantize.py). Raises UserError.
+    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
     """
     name = tokenizer.file.removesuffix(".tiktoken")
     facts = ENCODINGS.get(name, {})
@@ -3530,7 +3530,7 @@ def read_stored(name, path):
     if not path or not file.exists():
         raise UserError(f"{source}: no such file; must be a run, a checkpoint or an artifact")
     if (file / "config.json").is_file():
-        raise UserError(f"{source}: first python quantize.py import {path} runs/imported")
+        raise UserError(f"{source}: first python convert.py import {path} runs/imported")
     if (file / "model.upar").is_file():
         file = file / "model.upar"
     if file.is_file():
@@ -3748,7 +3748,7 @@ def checkpoint_to_resume(folder):
         raise UserError(f"{prefix} has no whole checkpoint step_<step>; {'; '.join(damaged)}")
     if not (newest / "training.pt").is_file():
         raise UserError(
-            f"{prefix} is a model that quantize.py wrote, not a run: {newest} has no training.pt; "
+            f"{prefix} is a model that quantize.py or convert.py wrote, not a run: {newest} has no training.pt; "
             "INIT_FROM starts from it"
         )
     return newest, damaged

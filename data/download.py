@@ -259,7 +259,7 @@ class BytePairEncoder:
     """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
 
     def __init__(self, tokenizer, facts):
-        """facts: those of ENCODINGS, or of an imported model (see quantize.py)."""
+        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
         added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         for text in added:  # some of them are shown as text, and no merge makes them
@@ -350,7 +350,7 @@ def add_encoder(tokenizer):
     encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
     imported model, the same, but its added tokens are what they stand for. Both raise UserError for
     half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see quantize.py). Raises UserError.
+    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
     """
     name = tokenizer.file.removesuffix(".tiktoken")
     facts = ENCODINGS.get(name, {})

@@ -5,11 +5,11 @@ import json
 import pytest
 import sentencepiece
 
-import quantize as Q
+import convert as C
 import train_sft as S
 from conftest import refusal
 
-LETTERS = {byte: letter for letter, byte in Q.byte_of_letters().items()}
+LETTERS = {byte: letter for letter, byte in C.byte_of_letters().items()}
 HALF = "a\ud800b"
 
 
@@ -43,7 +43,7 @@ def write_tokenizer(folder, lacking=b"", nfc=False, added=(), **model):
         },
     }
     (folder / "tokenizer.json").write_text(json.dumps(described))
-    (folder / "imported.tiktoken").write_bytes(Q.hf_tokenizer(folder, 300).content)
+    (folder / "imported.tiktoken").write_bytes(C.hf_tokenizer(folder, 300).content)
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
@@ -61,7 +61,7 @@ def test_bytes_that_a_vocabulary_lacks_are_dropped(tmp_path, ignore_merges):
     if ignore_merges:  # where a piece has such a byte, it would be one token only as a whole part
         lacking = lacking.replace(b"t", b"")
     else:
-        with pytest.raises(Q.UserError, match="merges: must be of pieces of the vocabulary"):
+        with pytest.raises(C.UserError, match="merges: must be of pieces of the vocabulary"):
             write_tokenizer(tmp_path, lacking)
         lacking = lacking.replace(b"t", b"")
     theirs = write_tokenizer(tmp_path, lacking, ignore_merges=ignore_merges)

@@ -67,7 +67,7 @@ def guide_commands():
 def run(command, folder):
     """Run a command of the guide in a folder, offline."""
     python = shlex.quote(sys.executable)
-    command = command.replace("python quantize.py", f"{python} {ROOT / 'quantize.py'}")
+    command = command.replace("python convert.py", f"{python} {ROOT / 'convert.py'}")
     command = command.replace("lm_eval --model", f"{python} -m lm_eval --model")
     environ = environment(HF_HOME=folder / "cache", HF_HUB_OFFLINE=1, HF_DATASETS_OFFLINE=1)
     options = dict(cwd=folder, env=environ, capture_output=True, text=True, timeout=500)

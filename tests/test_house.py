@@ -28,7 +28,8 @@ TOKENS = {
     "train_ppo.py": 43_500,
     "train_grpo.py": 44_000,
     "train_gspo.py": 44_000,
-    "quantize.py": 35_000,
+    "quantize.py": 27_000,
+    "convert.py": 20_500,
     "sample.py": 32_500,
 }
 POLICIES = ["train_grpo.py", "train_gspo.py", "train_ppo.py"]
@@ -79,10 +80,10 @@ def test_fenced_sections_are_equal_and_in_order():
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_script_sizes(name):
-    """Section kernels, the same in every script, is counted by itself."""
+    """Section kernels, the same in every script that has it, is counted by itself."""
     text = text_of(name)
     size = tokens.count_script(text)
-    assert size <= TOKENS[name] and 0 < tokens.count(text) - size <= TOKENS_OF_KERNELS
+    assert size <= TOKENS[name] and tokens.count(text) - size <= TOKENS_OF_KERNELS
     section = sync.parse(text, name)["model"]
     assert 4_000 < tokens.count("".join(section.body)) <= TOKENS_OF_MODEL
 

@@ -1,4 +1,4 @@
-"""Models of transformers, read by quantize.py import and written by export: logits, gradients, generation, and every
+"""Models of transformers, read by convert.py import and written by export: logits, gradients, generation, and every
 tensor byte for byte.
 """
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_weights import save
 
+import convert as C
 import quantize as Q
 import sample
 import train_gpt as T
@@ -158,7 +159,7 @@ def test_logits_and_gradients_are_those_of_transformers(imported, name):
     gradients = {key: param.grad for key, param in model.named_parameters()}
     for param in network.parameters():
         param.data = param.grad  # so that the views are of gradients
-    for key, found in Q.hf_views(network).items():
+    for key, found in C.hf_views(network).items():
         want = gradients[key]
         assert (found - want).norm() < 1e-3 * want.norm() + 1e-6, key
 
@@ -559,17 +560,17 @@ def test_nulls_and_damaged_files(imported, refuses, tmp_path):
 def test_a_part_of_a_head_that_rotates_is_told_or_refused(transformers, family):
     """transformers' default is a quarter for Qwen3.5; the other models have no such part."""
     config = transformers.Qwen3_5TextConfig() if family == "Qwen3_5" else transformers.LlamaConfig()
-    shape = Q.hf_shape(
+    shape = C.hf_shape(
         json.loads(config.to_json_string()) | {"architectures": [f"{family}ForCausalLM"]}
     )
     assert shape["rope_dims"] == (64 if family == "Qwen3_5" else 128)
     for dims in (0, 16):
-        network_config = Q.GPTConfig(**{**shape, "rope_dims": dims})
+        network_config = C.GPTConfig(**{**shape, "rope_dims": dims})
         if family == "Llama" and dims:
-            with pytest.raises(Q.UserError, match="LlamaForCausalLM has no rope_dims=16"):
-                Q.hf_config(network_config)
+            with pytest.raises(C.UserError, match="LlamaForCausalLM has no rope_dims=16"):
+                C.hf_config(network_config)
             continue
-        written = Q.hf_config(network_config)["rope_parameters"]
+        written = C.hf_config(network_config)["rope_parameters"]
         assert written.get("partial_rotary_factor", 1.0) == (dims / 256 if dims else 1.0)
 
 
@@ -601,7 +602,7 @@ def test_an_imported_model_is_trained_and_exported(transformers, imported, call)
     has the logits of the trained network.
     """
     _, folder, out = imported("qwen3_5_1_to_2")
-    with pytest.raises(S.UserError, match=r"first python quantize\.py import"):
+    with pytest.raises(S.UserError, match=r"first python convert\.py import"):
         S.load_model("INIT_FROM", str(folder))
     run = train_adapters(folder, out)
     check_adapters(imported, call, folder, run)
@@ -643,12 +644,12 @@ def check_adapters(imported, call, folder, run):
         assert (base - expected[key]).abs().max() < 1e-6, key
     assert not adapters and adapted == set(config["target_modules"])
     assert {"q_proj", "k_proj", "in_proj_qkv", "in_proj_z", "gate_proj", "down_proj"} < adapted
-    source = Q.read_weights(run, "raw")
+    source = C.read_weights(run, "raw")
     embed = source.unmerged["embed"]
     for changed in (embed + 1, torch.cat([embed, embed[:4]])):
         source.unmerged["embed"] = changed
-        with pytest.raises(Q.UserError, match="embed has changed or grown; adapters cannot"):
-            Q.adapter_files(source, Q.rebuild(source))
+        with pytest.raises(C.UserError, match="embed has changed or grown; adapters cannot"):
+            C.adapter_files(source, C.rebuild(source))
     code, _, error = call("export", folder.parent / "runs" / folder.name, run / "x", "--adapters")
     assert code == 2 and "has no adapters; LORA_RANK trains them" in error
     code, _, error = call("export", run, run / "x", "--adapters", "--like", folder)
@@ -782,12 +783,12 @@ def test_a_piece_that_no_merge_reaches(tmp_path, ignore_merges):
     model["merges"] = [["a", "b"], ["b", "c"], ["a", "bc"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     if ignore_merges:
-        with pytest.raises(Q.UserError, match="merges: must have every split of 'abc'"):
-            Q.hf_tokenizer(tmp_path, 900)
+        with pytest.raises(C.UserError, match="merges: must have every split of 'abc'"):
+            C.hf_tokenizer(tmp_path, 900)
         model["merges"].append(["ab", "c"])
         (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     again = tokenizers.Tokenizer.from_str(json.dumps(described))
-    (tmp_path / "imported.tiktoken").write_bytes(Q.hf_tokenizer(tmp_path, 900).content)
+    (tmp_path / "imported.tiktoken").write_bytes(C.hf_tokenizer(tmp_path, 900).content)
     found = S.load_tokenizer(tmp_path / "imported.tiktoken")
     for text in ("abc", "xyz", "ab bc abc xyz", "xabc", "aabcc", " xyz"):
         assert found.encode(text) == again.encode(text).ids, text
@@ -1156,7 +1157,7 @@ def test_damaged_folders(transformers, imported, tmp_path, capsys, first, count)
         path.write_bytes(change(content, random))
         out = tmp_path / f"run{number}"
         capsys.readouterr()
-        code = exit_code(Q, "import", folder, out)
+        code = exit_code(C, "import", folder, out)
         error = capsys.readouterr().err
         path.write_bytes(content)
         assert code in (0, 2) and error.count("\n") == (code == 2), (number, path, error)

@@ -297,6 +297,12 @@ def test_uv_installs_what_requirements_txt_has():
     packages = [line for line in lines if not line.startswith("#")]
     for module in SCRIPTS:
         assert dependencies(Path(module.__file__)) == (">=3.10", packages)
+    safetensors = re.findall(
+        r"^safetensors==.*",
+        (ROOT / "requirements-test.txt").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert dependencies(ROOT / "convert.py") == (">=3.10", [*packages, *safetensors])
     for name in ("prepare", "download"):
         light = [package for package in packages if not package.startswith("torch==")]
         assert dependencies(ROOT / "data" / f"{name}.py") == (">=3.10", light)

@@ -46,9 +46,9 @@ def smollm2(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def imported_smollm2(smollm2):
-    """Return the run folder that quantize.py import makes of the model."""
+    """Return the run folder that convert.py import makes of the model."""
     out = smollm2.parent / "runs" / "smollm2"
-    done = start([ROOT / "quantize.py", "import", smollm2, out], environment())
+    done = start([ROOT / "convert.py", "import", smollm2, out], environment())
     assert done.returncode == 0, done.stderr
     return out
 
@@ -153,8 +153,8 @@ def test_greedy_texts_are_those_of_transformers(ours, theirs):
 
 
 def export(run, out, *options):
-    """Run quantize.py export."""
-    done = start([ROOT / "quantize.py", "export", run, out, *options], environment())
+    """Run convert.py export."""
+    done = start([ROOT / "convert.py", "export", run, out, *options], environment())
     assert done.returncode == 0, done.stderr
 
 

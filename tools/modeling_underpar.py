@@ -1,6 +1,6 @@
 """A model of these scripts for transformers, with trust_remote_code=True.
 
-`quantize.py export` copies this file into a folder whose network or tokenizer transformers has no
+`convert.py export` copies this file into a folder whose network or tokenizer transformers has no
 class for. It is whole by itself: sections between `# === shared:` fences are those of sample.py,
 byte for byte (tools/sync.py), and the classes behind them fit these to transformers.
 """
@@ -171,7 +171,7 @@ class BytePairEncoder:
     """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
 
     def __init__(self, tokenizer, facts):
-        """facts: those of ENCODINGS, or of an imported model (see quantize.py)."""
+        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
         added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
         for text in added:  # some of them are shown as text, and no merge makes them
@@ -262,7 +262,7 @@ def add_encoder(tokenizer):
     encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
     imported model, the same, but its added tokens are what they stand for. Both raise UserError for
     half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see quantize.py). Raises UserError.
+    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
     """
     name = tokenizer.file.removesuffix(".tiktoken")
     facts = ENCODINGS.get(name, {})

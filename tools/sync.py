@@ -54,6 +54,7 @@ ORDER = (
     "export",
     "deltas",
     "rebuild",
+    "models",
     "stored",
     "weights",
     "starts",

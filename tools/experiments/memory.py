@@ -328,8 +328,8 @@ def total(parts: dict[str, int]) -> int:
 
 # ---------------------------------------------------------------------------------------- tables
 def network_config(script: ModuleType, published: dict):
-    """Return the config of the network that quantize.py makes of a model's config.json."""
-    return script.GPTConfig(**load_script(ROOT / "quantize.py").hf_shape(published))
+    """Return the config of the network that convert.py makes of a model's config.json."""
+    return script.GPTConfig(**load_script(ROOT / "convert.py").hf_shape(published))
 
 
 def read_settings(script: ModuleType, text: str):

@@ -3,7 +3,7 @@
     python tools/experiments/real_models.py [--layouts qwen3_5 llama] [--out runs/real] [--write docs/lab/FILE]
 
 For each layout: a tokenizer of its kind is trained, train_gpt.py trains a network of its preset on
-sums (120 s), and `quantize.py export` and the tokenizer's files make the folder of a published
+sums (120 s), and `convert.py export` and the tokenizer's files make the folder of a published
 model. It knows the sums, and writes answers in four forms. From there a user goes on: import, ten steps
 of supervised fine-tuning, GRPO and GSPO (100 s each) with the strict reward of GSM8K, export in the
 form of the original. The last step compares greedy answers with those of transformers. A run that
@@ -142,9 +142,9 @@ def publish(layout: str, out: Path) -> Path:
     if folder.is_dir():
         return folder
     write_tokenizer(layout, out, files)
-    quantize = load_script(ROOT / "quantize.py")
+    convert = load_script(ROOT / "convert.py")
     ranks = files / "imported.tiktoken"
-    ranks.write_bytes(quantize.hf_tokenizer(files).content)
+    ranks.write_bytes(convert.hf_tokenizer(files).content)
     shards = out / layout / "shards"
     if not shards.is_dir():
         words = ("--tokenizer", ranks, "--name", "sums", "--out", shards)
@@ -153,7 +153,7 @@ def publish(layout: str, out: Path) -> Path:
     call_script(
         "train_gpt.py", arch_mode=layout, data_path=shards, **runs, **SHAPE, **SPEED, **PRETRAINING
     )
-    call_script("quantize.py", "export", out / layout / "pretrained", folder)
+    call_script("convert.py", "export", out / layout / "pretrained", folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(files / name, folder)
     return folder
@@ -163,7 +163,7 @@ def post_train(layout: str, out: Path, folder: Path) -> dict[str, dict]:
     """Return the results of supervised fine-tuning, GRPO and GSPO by name."""
     runs = out / layout
     if not (runs / "imported").is_dir():
-        call_script("quantize.py", "import", folder, runs / "imported")
+        call_script("convert.py", "import", folder, runs / "imported")
     problems = out / "sums.jsonl"
     if not has_ended(runs / "SFT"):
         given = dict(out_dir=runs, init_from=runs / "imported")
@@ -190,7 +190,7 @@ def equal_answers(layout: str, out: Path, name: str, folder: Path) -> dict[str, 
 
     exported = out / layout / f"{name}_exported"
     if not exported.is_dir():
-        call_script("quantize.py", "export", out / layout / name, exported, "--like", folder)
+        call_script("convert.py", "export", out / layout / name, exported, "--like", folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
     script = load_script(ROOT / "train_grpo.py")

@@ -1,0 +1,2996 @@
+"""Models of transformers, in and out: Llama, Qwen2, Qwen3, Qwen3.5; LoRA adapters for PEFT.
+
+    python convert.py import models/Qwen3.5-0.8B runs/qwen               # from Hugging Face's files
+    python convert.py export runs/qwen out --like models/Qwen3.5-0.8B    # to them, in the same form
+    python convert.py export runs/base out                               # any network, in float32
+    python convert.py export runs/tuned adapters --adapters              # LoRA adapters alone
+
+FOLDER has config.json, safetensors files and a tokenizer. MODEL is an artifact, a checkpoint's
+folder, or a run's folder (its newest whole checkpoint). The environment variable TOKENIZER_PATH names
+another SentencePiece model, or `bytes`. docs/models.md says what works.
+
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+The rest is this script's: layouts (names that begin with hf_: config.json and safetensors in and
+out), tokenizers (tokenizer.json and chat templates), commands, and main.
+
+Where to change what:
+    an architecture of transformers       HF_ARCHITECTURES, hf_known, hf_architecture
+    the names of its tensors              hf_views, hf_attention_views, hf_delta_views
+    its config.json, in and out           hf_shape, hf_config
+    what is refused by name               HF_REFUSED, hf_rope, hf_layers
+    another kind of tokenizer.json        tokenizer_facts, hf_split, rank_lines
+    what a tokenizer must be              check_bpe, check_ids, check_added
+    chat templates and stop tokens        hf_chat, hf_templates
+    what the folder of an export has      own_files, like_files, adapter_files
+    the classes that an export brings     REMOTE_CLASSES; they stand in tools/modeling_underpar.py
+    a new command                         main, make_parser
+"""
+
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     'numpy==2.4.6; python_version >= "3.11"',
+#     'numpy==2.2.6; python_version < "3.11"',
+#     "sentencepiece==0.2.3",
+#     "tiktoken==0.14.0",
+#     "zstandard==0.25.0",
+#     "safetensors==0.8.0",
+# ]
+# ///
+
+import argparse
+import base64
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import unicodedata
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+import numpy as np
+import regex
+import sentencepiece
+import tiktoken
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zstandard
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
+
+
+class UserError(Exception):
+    """A mistake of the user. It is printed as one line, and the exit code is 2."""
+
+
+# === shared: streams ===
+def open_streams():
+    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
+    replaced by the null device, or the next file opened would get its number, and with it what
+    libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_stream(stream):
+    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere.
+    """
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        drop_stream(stream)
+        return error
+    return None
+
+
+# === end: streams ===
+
+
+# === shared: errors ===
+ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
+
+
+def report_error(text):
+    """Write an error to stderr and to ERROR_LOGS."""
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
+    for log in ERROR_LOGS:
+        log.write(text)
+
+
+def exit_code(main):
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
+
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C.
+    """
+    rank = os.environ.get("RANK", "0")
+    open_streams()
+    try:
+        try:
+            code = main()
+        except SystemExit as end:  # of --help
+            code = end.code
+        if error := write_stream(sys.stdout, ""):
+            raise type(error)(error.errno, error.strerror, "standard output")
+        return code
+    except BrokenPipeError:
+        drop_stream(sys.stdout)
+        return 141  # 128 and SIGPIPE
+    except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
+        if rank != "0":
+            # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
+            # message instead of eight.
+            time.sleep(5)
+        message, *_ = str(error).split("\n")
+        report_error(f"error: {message}")
+        return 2 if isinstance(error, UserError) else 1
+    except Exception as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            report_error(traceback.format_exc())
+            return 1
+        report_error(f"error: rank {rank} lost another rank; RESUME continues")
+        os._exit(1)  # an ordinary exit would wait for the lost rank
+
+
+# === end: errors ===
+
+
+# === shared: folders ===
+def replace_file(path, data):
+    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
+    part = f"{path}.part"
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def list_checkpoints(run):
+    """Return the checkpoints in a run's folder, whole or not, the newest first."""
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole.
+
+    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
+    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
+    other .pt file that is there.
+    """
+    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("*.pt"))}
+    if folder.name.startswith("step_") and folder.name != "step_000000":
+        names.add("training.pt")
+    try:
+        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
+        for name in sorted(names):
+            line = f"{sha256_file(folder / name)}  {name}\n"
+            if line not in listed:
+                return f"{name} was changed, or SHA256SUMS does not name it"
+            listed.remove(line)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return f"SHA256SUMS has the line {listed[0]!r:.90}, unexpected or repeated" if listed else ""
+
+
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
+    faults = []
+    for candidate in list_checkpoints(folder) or [folder]:
+        fault = checkpoint_fault(candidate)
+        if not fault:
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
+    return None, faults
+
+
+# === end: folders ===
+
+
+# === shared: files ===
+def sha256_file(path):
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory.
+    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+
+
+def check_json(value, kind, path):
+    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
+    {key: kind}.
+
+    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
+    int is 0 or more, and may stand for a float. path: what the error calls the value.
+    """
+    expected = kind if isinstance(kind, type) else type(kind)
+    is_right = type(value) is expected or (type(value), expected) == (int, float)
+    if not is_right or (expected is int and value < 0):
+        allowed = "int, 0 or more" if expected is int else expected.__name__
+        shown = "missing" if value is None else repr(value)
+        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
+    if isinstance(kind, list):
+        for i, part in enumerate(value):
+            check_json(part, kind[0], f"{path}[{i}]")
+    if isinstance(kind, dict):
+        for key, part in kind.items():
+            name = key.rstrip("?")
+            if key == name or value.get(name) is not None:
+                check_json(value.get(name), part, f"{path}.{name}")
+
+
+# === end: files ===
+
+
+# === shared: tokenizer ===
+@dataclass
+class Tokenizer:
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
+
+    After a boundary (a control, unknown or unused token) they are without the space that some
+    SentencePiece models put before every text.
+    """
+
+    file: str  # name of the file that holds the tokenizer; "bytes" needs none
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
+    bos_id: int
+    pieces: list  # bytes that each token decodes to, b"" for boundaries
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode_marked: Callable = None
+    roles: dict = None
+    facts: dict = None
+
+    def __post_init__(self):
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        self.vocab_size = len(self.pieces)
+        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+
+
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
+    """
+    path = Path(path)
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer(content)
+    except (OSError, LookupError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of the data, or bytes"
+        ) from error
+
+
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
+
+    The file of an imported model is JSON: such lines as `ranks`, and facts.
+    """
+    ranks = content
+    if content.startswith(b"{"):
+        facts = json.loads(content)
+        ranks = facts["ranks"]
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in ranks.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces)
+
+
+def sentencepiece_tokenizer(content):
+    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    if model.bos_id() < 0:
+        raise ValueError("empty, or without the BOS token of every document")
+    pieces = []
+    drops_space = []
+    for i in range(model.vocab_size()):
+        name = model.id_to_piece(i)
+        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
+        if model.is_byte(i):
+            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
+        elif model.is_control(i) or model.is_unknown(i):
+            piece = b""
+        pieces.append(piece)
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
+        drops_space.append(piece == b" " + model.decode([i]).encode())
+    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
+
+
+# === end: tokenizer ===
+
+
+# === shared: encoding ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+# Published encodings: the hash of their rank file and what that file does not contain. Every
+# document begins with <|endoftext|>. The regular expressions are copied from
+# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
+ENCODINGS = {
+    "gpt2": dict(
+        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        bos_id=50256,
+        vocab_size=50257,  # with all special tokens and unused ids
+        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    ),
+    "cl100k_base": dict(
+        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        bos_id=100257,
+        vocab_size=100277,  # with all special tokens and unused ids
+        split=(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        ),
+    ),
+    "o200k_base": dict(
+        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        bos_id=199999,
+        vocab_size=200019,  # with all special tokens and unused ids
+        split=(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
+}
+
+
+# From a run of 999,940 spaces on, the stack of tiktoken's regular expressions overflows.
+LONG_SPACE = re.compile(r"(?<!\s)\s{500000}")
+
+
+class BytePairEncoder:
+    """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
+
+    def __init__(self, tokenizer, facts):
+        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
+        added = facts.get("added", {})
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        for text in added:  # some of them are shown as text, and no merge makes them
+            ranks.pop(text.encode(), None)
+        # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
+        # beyond the vocabulary, by which they are found.
+        lacking = [bytes([byte]) for byte in range(256) if bytes([byte]) not in ranks]
+        self.lacking = b"".join(lacking)
+        self.vocab_size = tokenizer.vocab_size
+        ranks |= {byte: self.vocab_size + place for place, byte in enumerate(lacking)}
+        self.bpe = tiktoken.Encoding(
+            tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+        )
+        self.split = regex.compile(facts["split"])
+        self.form = "NFC" if facts.get("nfc") else ""
+        # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+        late = {self.normalize(text): added[text] for text in facts.get("normalized", [])}
+        self.added = added | late
+        self.marks = added_pattern(added.keys() - facts.get("normalized", []))
+        self.late_marks = added_pattern(late)
+
+    def normalize(self, text):
+        """Return a text in the normal form in which accents are part of their letters (NFC)."""
+        return unicodedata.normalize(self.form, text) if self.form else text
+
+    def encode(self, text):
+        """Return the ids of a text in which added tokens are plain text. Raises UserError."""
+        return self.encode_part(self.normalize(check_unicode(text)))
+
+    def encode_marked(self, text):
+        """Return the ids of a text in which added tokens are what they stand for."""
+        ids = []
+        for place, part in enumerate(self.marks.split(check_unicode(text))):
+            if place % 2:  # parts and the marks between them take turns
+                ids.append(self.added[part])
+                continue
+            for late_place, late_part in enumerate(self.late_marks.split(self.normalize(part))):
+                if late_place % 2:
+                    ids.append(self.added[late_part])
+                else:
+                    ids += self.encode_part(late_part)
+        return ids
+
+    def encode_part(self, text):
+        """Return the ids of a text without added tokens."""
+        if len(text) < 500_000 or not LONG_SPACE.search(text):
+            ids = self.bpe.encode_ordinary(text)
+            if not self.lacking or max(ids, default=0) < self.vocab_size:
+                return ids
+        ids = []
+        for match in self.split.finditer(text):
+            # What stands on both sides of a dropped byte may merge.
+            piece = match[0].encode().translate(None, self.lacking)
+            if piece:
+                ids += self.bpe._encode_single_piece(piece)
+        return ids
+
+
+def added_pattern(texts):
+    """Return the regular expression of added tokens, in a group; the longest counts, as in tokenizers."""
+    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
+    return re.compile(f"({'|'.join(longest_first) or '(?!)'})")
+
+
+def check_unicode(text):
+    """Return a text that has no half of a surrogate pair. Raises UserError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text {text[error.start :]!r:.20} at character {error.start}: half a surrogate pair, "
+            "which is no Unicode"
+        ) from None
+    return text
+
+
+def load_tokenizer(path):
+    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
+    path = Path(path)
+    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
+        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
+
+
+def add_encoder(tokenizer):
+    """Give a Tokenizer its attributes from `encode` on, and return it.
+
+    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
+    imported model, the same, but its added tokens are what they stand for. Both raise UserError for
+    half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
+    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
+    """
+    name = tokenizer.file.removesuffix(".tiktoken")
+    facts = ENCODINGS.get(name, {})
+    if facts and tokenizer.sha256 != facts["sha256"]:
+        raise UserError(f"tokenizer {name}: is not the published rank file")
+    if tokenizer.content.startswith(b"{"):  # of an imported model
+        facts = json.loads(tokenizer.content)
+    tokenizer.facts = facts
+    tokenizer.roles = {}
+    if name == "bytes":
+        tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
+        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    elif facts:
+        encoder = BytePairEncoder(tokenizer, facts)
+        tokenizer.encode = encoder.encode
+        tokenizer.encode_marked = encoder.encode_marked
+    else:
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
+        tokenizer.encode = lambda text: model.encode(check_unicode(text))
+        for role in ROLE_TOKENS:
+            i = model.piece_to_id(role)
+            # Only control tokens cannot be written in a text, so that no user can forge a role.
+            if model.is_control(i):
+                tokenizer.roles[role] = i
+    return tokenizer
+
+
+# === end: encoding ===
+
+
+# === shared: roles ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
+def with_roles(tokenizer):
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return tokenizer
+    count = len(ROLE_TOKENS)
+    return replace(
+        tokenizer,
+        pieces=tokenizer.pieces + [b""] * count,
+        drops_space=np.append(tokenizer.drops_space, [False] * count),
+        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
+    )
+
+
+# === end: roles ===
+
+
+# === shared: template ===
+def template_environment():
+    """Return the environment of jinja2 in which transformers renders chat templates."""
+    import datetime
+    import json
+
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} … {% endgeneration %}, which writes what is between."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            call = self.call_method("write")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def write(self, caller):
+            return caller()
+
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def render_templates(environment):
+    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
+
+    It is called in a process of its own, see TemplateProcess. Without values the template is only
+    compiled. A reply is {"text"} or {"fault"}.
+    """
+    import json
+    import resource
+    import sys
+
+    import jinja2
+
+    def render(source, values):
+        template = templates.get(source) or environment.from_string(source)
+        templates[source] = template
+        parts = []
+        room = 1 << 24  # letters
+        for part in [] if values is None else template.generate(**values):
+            parts.append(part)
+            room -= len(part)
+            if room < 0:
+                raise jinja2.TemplateError("writes more than 16 million letters")
+        return "".join(parts)
+
+    templates = {}
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, resource.RLIM_INFINITY))
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        # Beyond this many seconds of a CPU the system ends the process.
+        seconds = int(used.ru_utime + used.ru_stime) + 4
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        try:
+            reply = {"text": render(*json.loads(line))}
+        except jinja2.TemplateError as error:
+            reply = {"fault": str(error)}
+        except Exception as error:  # whatever a template does is the template's fault
+            reply = {"fault": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)
+
+
+class TemplateProcess:
+    """Renders chat templates in a process of its own.
+
+    A template is a program that comes with a model. It may loop for ever or ask for any amount of
+    memory, in one operation of C too, and then only its process can be ended.
+    """
+
+    def __init__(self):
+        # The source is read once: the script may be edited while it runs.
+        functions = (template_environment, render_templates)
+        self.code = "\n".join(map(inspect.getsource, functions))
+        self.code += "render_templates(template_environment())\n"
+        self.lock = threading.Lock()
+        self.owner = 0
+        self.process = None
+        self.endings = 0
+
+    def ask(self, source, values):
+        """Return the text of a template. Raises UserError."""
+        with self.lock:
+            if self.endings > 2:  # each took seconds, and there may be thousands of rows
+                raise UserError("chat template: took too much time or memory too often")
+            reply = self.exchange(json.dumps([source, values]))
+        if "fault" in reply:
+            fault, *_ = reply["fault"].split("\n")
+            raise UserError(f"chat template: {fault:.300}")
+        return reply["text"]
+
+    def exchange(self, line):
+        """Return the reply to a request, from a process of this process's own (it may have forked)."""
+        if self.owner != os.getpid():
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", self.code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )
+            self.owner = os.getpid()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if answer:
+            return json.loads(answer)
+        self.owner = 0
+        self.endings += 1
+        code = self.process.wait()
+        reason = f"ended its process (exit code {code})"
+        if code == -signal.SIGXCPU:
+            reason = "took more than 3 seconds"
+        return {"fault": reason}
+
+
+@functools.cache
+def template_process():
+    """Return the TemplateProcess. Raises UserError if jinja2 is not installed."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise UserError("the model's chat template needs jinja2: pip install jinja2")
+    return TemplateProcess()
+
+
+def compile_template(source):
+    """Raise UserError for a chat template that is not one of jinja2."""
+    template_process().ask(source, None)
+
+
+def chat_text(tokenizer, turns, ask):
+    """Return the text of turns by the chat template of an imported model, as transformers has it.
+
+    A turn is (role token, text), and maybe the fields of a message that say more than this text; the
+    template gets these in place of the text. The content of a message of the role `tools` is a list
+    of tools. ask: whether the text ends where an answer of the assistant begins. Raises UserError.
+    """
+    messages = [
+        {"role": role.strip("<|>"), "content": text} | dict(*fields)
+        for role, text, *fields in turns
+    ]
+    tools = [message["content"] for message in messages if message["role"] == "tools"]
+    values = {
+        "messages": [message for message in messages if message["role"] != "tools"],
+        "add_generation_prompt": ask,
+        "tools": sum(tools, []) or None,
+        "documents": None,
+    }
+    facts = tokenizer.facts
+    source = facts.get("tool_template", facts["template"]) if tools else facts["template"]
+    text = template_process().ask(source, values | facts["names"])
+    if not text.strip():
+        raise UserError("chat template: writes nothing for this conversation")
+    return text
+
+
+# === end: template ===
+
+
+# === shared: ends ===
+def stop_ids(tokenizer):
+    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
+    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
+    if tokenizer.roles:
+        stop.add(tokenizer.roles["<|end|>"])
+    return frozenset(stop)
+
+
+# === end: ends ===
+
+
+# === shared: model ===
+FAST = {}  # kernel -> its faster form on this device, see section kernels
+CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
+# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
+DOCUMENT_DECAY = -60.0
+FULL_WINDOW = 1 << 30  # the window of attention that has none
+ROPE_BASE = 10000.0  # rotary positions turn at rates from 1 down to 1 / ROPE_BASE
+BIO_THRESHOLD = 0.3  # of the bio-MLP's events, on a voltage in (0, 1): WiggleGPT's value
+BIGRAM_DIM = 64  # width of the hashed embeddings of pairs and triples, before their projection
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a network: with its weights, all that is needed to rebuild it."""
+
+    vocab_size: int
+    bos_id: int  # the first token of a document; nothing sees what stands before it
+    layers: str  # one word per layer: g, s or a, see GPT
+    norms: str  # one word per layer, see Norm
+    train_seq_len: int = 2048  # tokens in a window; learned positions end there
+    context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
+    model_dim: int = 512  # width of the residual stream
+    num_heads: int = 8  # query heads of attention, and heads of GDN
+    num_kv_heads: int = 4  # key/value heads of attention
+    head_dim: int = 0  # width of a head of attention; 0: model_dim / num_heads
+    qkv_bias: bool = False  # whether queries, keys and values have biases
+    qk_norm: bool = False  # whether queries and keys have norms with weights
+    attn_gate: bool = False  # whether each head of attention has an output gate
+    # key heads, value heads, widths of a key and of a value; empty: by num_heads
+    gdn_shape: list = field(default_factory=list)
+    gdn_light: bool = False  # GDN with keys of half the size and no output gate
+    attn_window: int = 512  # keys a sliding-window query sees, itself included
+    mlp: str = "relu2"  # kind of MLP, see MLP.forward
+    mlp_mult: float = 3.0  # hidden width of the MLP over model_dim
+    mlp_hidden: int = 0  # hidden width of the MLP; 0: by mlp_mult
+    norm_eps: float = 0.0  # added to mean squares in RMSNorm; 0: 1.2e-7, float32's machine epsilon
+    positions: str = "rope"  # rope, learned or none
+    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    rope_base: float = ROPE_BASE
+    rope_scaling: list = field(default_factory=list)  # see rotation
+    qk_gain_init: float = 4.0  # initial gain of normed queries, per head; 0: no norm of q and k
+    bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
+    tie_embeddings: bool = True  # the embedding is the output head
+    residual_mix: bool = True  # layers mix in the normed embedding, and scale what they add
+    unet_skips: bool = False  # the second half of the layers adds the first half's outputs
+    logit_softcap: float = 30.0  # logits = c tanh(z / c); 0: as they are
+    embed_init_std: float = 0.005  # standard deviation of the embedding at the start
+
+    @property
+    def attention_width(self):
+        """Return the width of a head of attention."""
+        return self.head_dim or self.model_dim // self.num_heads
+
+    @property
+    def gdn_sizes(self):
+        """Return GDN's key heads, value heads, and widths of a key and of a value."""
+        width = self.model_dim // self.num_heads
+        key_width = width // 2 if self.gdn_light else width
+        return self.gdn_shape or (self.num_heads, self.num_heads, key_width, width)
+
+
+def widened(x):
+    """Return x in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def linear(x, weight):
+    """Return x W^T in x's dtype; weights are kept in float32."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def scaled(x, scale):
+    """Return x times a learned scale per channel, or x if the scale is None."""
+    return x if scale is None else x * scale.to(x.dtype)
+
+
+def matrix(splits, cols, std=0.0):
+    """Return a parameter of matrices with `splits` rows, one below the other.
+
+    Muon takes the matrices one by one, by the attribute `splits` of the parameter (fill_network
+    copies it). Entries are normal with deviation `std`; 0 means 0.5 / sqrt(cols), with which normed
+    inputs give outputs of deviation 0.5.
+    """
+    weight = nn.Parameter(torch.randn(sum(splits), cols) * (std or 0.5 * cols**-0.5))
+    weight.splits = splits
+    return weight
+
+
+def rms_norm(x, eps=0.0):
+    """RMSNorm (arXiv 1910.07467) over the last dimension, without weights."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps or None)
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
+
+
+# Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
+NORMS = ("rms", "rms_weight", "rms_offset", "layer")
+MLPS = ("relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft")
+
+
+class Norm(nn.Module):
+    """One of NORMS: RMSNorm, plain, with weights, or with weights less 1; LayerNorm with a bias."""
+
+    def __init__(self, kind, dim, eps=0.0):
+        super().__init__()
+        if kind not in NORMS:
+            raise ValueError(f"norm={kind!r}: no such kind")
+        self.eps = eps
+        self.offset = float(kind == "rms_offset")
+        self.weight = None if kind == "rms" else nn.Parameter(torch.full((dim,), 1 - self.offset))
+        self.bias = nn.Parameter(torch.zeros(dim)) if kind == "layer" else None
+
+    def forward(self, x):
+        """Return x (..., dim) normed, in its own dtype."""
+        if self.weight is None:
+            return rms_norm(x, self.eps)
+        if self.bias is None:
+            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
+        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+
+
+def split_chunks(x, chunk):
+    """Return x (B, T, H, D) in chunks of tokens, (N, B * H, chunk, D); zeros fill the last one.
+
+    A padded token has k = 0, v = 0 and g = 0: it leaves the state as it is.
+    """
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.size(1) % chunk))
+    return x.unflatten(1, (-1, chunk)).movedim((1, 3), (0, 2)).flatten(1, 2)
+
+
+def refuse_second_derivative(grad):
+    """Raise NotImplementedError if a gradient is to have a gradient; a hook of a tensor."""
+    if torch.is_grad_enabled():  # inside backward: whether it was called with create_graph
+        raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
+
+
+def unit_inverse(a):
+    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+
+    Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
+    are correlated.
+    """
+    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
+    with torch.no_grad():
+        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+    # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
+    # constant that is d(A^-1) = -A^-1 dA A^-1, two products where a solver's would take another
+    # solver. Second derivatives would be wrong; compiled code has none anyway.
+    inverse = 2 * inverse - inverse @ a @ inverse
+    if inverse.requires_grad and not torch.compiler.is_compiling():
+        inverse.register_hook(refuse_second_derivative)
+    return inverse
+
+
+def gdn_scan(factors, terms, state):
+    """Return the states S_0 ... S_N (N + 1, M, K, V) before, between and behind N chunks:
+
+        S_0 = state     S_{n+1} = F_n S_n + t_n
+
+    There are M = B * H rows; factors F (N, M, K, K), terms t (N, M, K, V), state (M, K, V).
+    """
+    states = [state]
+    for factor, term in zip(factors, terms, strict=True):
+        states.append(torch.baddbmm(term, factor, states[-1]))
+    return torch.stack(states)
+
+
+def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
+    """Return Gated DeltaNet's outputs o and last state, by matrix products over chunks of tokens.
+
+    The same token by token (arXiv 2412.06464, section 3), with a = exp(g) <= 1:
+
+        S' = a S + beta k (v - a S^T k)^T
+        o = S'^T q
+
+    q and k (B, T, H, K) are L2-normed, q is scaled by K**-0.5 too; v and o (B, T, H, V) have their
+    dtype, which is float64, float32 or bfloat16. g and beta (B, T, H) and the state (B, H, K, V)
+    are float32, or float64; no state means zeros. Chunks of 32 are the fastest on a CPU.
+
+    In chunks of C tokens, with KB = beta K, VB = beta V, G the running sum of g from the chunk's
+    start, and D_ij = exp(G_i - G_j) for i >= j, else 0:
+
+        A = I + tril(KB K^T * D, -1)     U = A^-1 VB     W = A^-1 (exp(G) KB)
+        S_{n+1} = (exp(G_C) I - K_out^T W) S_n + K_out^T U       K_out = exp(G_C - G) K
+        O = exp(G) Q S + P (U - W S)     P = Q K^T * D
+    """
+    b, t, h, dim_k = q.shape
+    dtype = v.dtype
+    if state is None:
+        state = g.new_zeros(b, h, dim_k, v.size(-1))
+    beta = beta.to(dtype)[..., None]
+    q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
+    # float64: after strong decay a difference of float32 sums would have few digits left.
+    total = g.double().cumsum(-2)
+    grow = total.to(g.dtype).exp()
+    # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
+    # a gradient through exp(G_i - G_i) would cancel only up to rounding.
+    eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
+    gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
+    below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
+    kb = beta * k
+    inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
+    p = ((q @ k.mT) * (below + eye)).to(dtype)
+    u = inverse @ (beta * v)
+    w = inverse @ (kb * grow).to(dtype)
+    k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
+    eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+    factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+    terms = (k_out.mT @ u).to(g.dtype)
+    states = gdn_scan(factors, terms, state.flatten(0, 1))
+    before = states[:-1].to(dtype)
+    o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
+    o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
+    return o[:, :t], states[-1].view_as(state)
+
+
+def short_conv(x, weight, doc):
+    """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
+
+    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
+    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
+    """
+    reach = len(weight) - 1
+    weight = weight.to(x.dtype)
+    y = x[:, reach:] * weight[reach]
+    for tap in reversed(range(reach)):
+        before = slice(tap, tap - reach)  # the tokens that this tap reads
+        same_doc = doc[:, before] == doc[:, reach:]
+        y = y + x[:, before] * weight[tap] * same_doc[..., None]
+    return F.silu(y)
+
+
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet (arXiv 2412.06464): linear attention whose state forgets and corrects.
+
+    The light form has keys of half the size and no output gate. At 128 wide it learned as much per
+    step as the full form, in 0.7 of the time (docs/lab/2026-11.md, 2026-11-25).
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        dim = config.model_dim
+        self.eps = config.norm_eps
+        self.key_heads, self.heads, key_width, value_width = config.gdn_sizes
+        key_dim = self.key_heads * key_width
+        value_dim = self.heads * value_width
+        # Widths of queries, keys and values of all heads, and of the output gate.
+        self.splits = (key_dim, key_dim, value_dim, value_dim)[: 3 if config.gdn_light else 4]
+        self.w_qkvg = matrix(self.splits, dim)
+        self.w_o = nn.Parameter(torch.zeros(dim, value_dim))
+        self.ab = matrix((2 * self.heads,), dim)  # decay and step size, one number per head each
+        # Initialised as PyTorch's depthwise Conv1d, then as flash-linear-attention's GatedDeltaNet.
+        # Taps first: with channels first the compiler reads single numbers, not vectors.
+        conv = torch.empty(2 * key_dim + value_dim, CONV_TAPS).uniform_(-1, 1)
+        self.conv = nn.Parameter(conv.mT.contiguous() / CONV_TAPS**0.5)
+        # A starts above 0: at A = 0 log A is -inf, and no gradient moves it.
+        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(0.01, 16.0).log())
+        log_dt = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1))
+        self.dt_bias = nn.Parameter(log_dt.exp().expm1().log())  # softplus(dt_bias) = dt
+        self.norm = nn.Parameter(torch.ones(value_width))
+
+    def forward(self, x, context):
+        """Return (B, T, dim) for x (B, T, dim), see Context."""
+        T = x.size(1)
+        qkvg = context.project(x, self.w_qkvg)
+        # Split once, so that the gradients are written once; and three convolutions, so that the
+        # compiler joins each with the norm that reads it.
+        q, k, v, *gate = qkvg.split(self.splits, dim=-1)
+        taps = self.conv.split(self.splits[:3], dim=1)
+        q, k, v = map(short_conv, (q, k, v), taps, 3 * [context.doc])
+        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
+        v = v.unflatten(-1, (self.heads, -1))
+        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
+        # zeros would get gradients of 1e12.
+        q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
+        q = q.to(v.dtype) * q.size(-1) ** -0.5
+        if self.key_heads < self.heads:
+            q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
+        a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
+        g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        begins_document = context.doc[:, -T:] != context.doc[:, -T - 1 : -1]
+        g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
+        o = context.recur(q, k.to(v.dtype), v, g, torch.sigmoid(b))
+        o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
+        if gate:
+            o = o * F.silu(gate[0][:, -T:])
+        return linear(o, self.w_o)
+
+
+def rotation(
+    positions: Tensor, dims: int, base: float, scaling: list[float], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
+
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864). scaling: none, or Llama 3's
+    factor, low and high frequency factors, and length before it. Rates that turn less often than
+    `low` in that length are divided by the factor, those that turn more often than `high` are not.
+    """
+    rates = base ** -(torch.arange(0, dims, 2, device=positions.device) / dims)  # float32
+    if scaling:
+        factor, low, high, length = scaling
+        turns = length * rates / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        rates = rates * (keep + (1 - keep) / factor)
+    angle = positions[..., None, None] * rates
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+# An operator, or the compiler would compute the cosines of a token again for each of its heads.
+rotation = register("rotation", rotation, rotation)
+
+
+def rotate(x, cos, sin):
+    """Return x (B, T, H, D) with its first dimensions rotated, paired as in GPT-NeoX."""
+    half = cos.size(-1)
+    left, right, same = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos, same], dim=-1)
+
+
+def masked_attention(q, k, v, mask):
+    """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), over the keys that each query sees.
+
+    q (B, H, T, D), k and v (B, Hkv, S, D), mask (B, T, S). Heads that share keys become queries of
+    one head, because CUDA's kernels that take a mask do not take grouped heads.
+    """
+    rows = q.reshape(*k.shape[:2], -1, q.size(3))  # (B, Hkv, groups * T, D)
+    mask = mask.repeat(1, q.size(1) // k.size(1), 1)[:, None]
+    if q.is_cuda:
+        o = F.scaled_dot_product_attention(rows, k, v, mask)
+    else:  # plain products, compiled, take 0.7 of the time of PyTorch's kernel
+        scores = widened(rows * q.size(3) ** -0.5 @ k.mT)
+        # Compiled code stores a boolean mask 30 times as slowly as numbers.
+        scores = scores + torch.where(mask, 0.0, -math.inf)
+        o = scores.softmax(-1).to(v.dtype) @ v
+    return o.reshape(q.shape)
+
+
+def attend(q, k, v, doc, window):
+    """Return causal attention inside documents (B, H, T, D).
+
+    q (B, H, T, D), k and v (B, Hkv, T, D), doc (B, T). Query i sees key j if 0 <= i - j < window
+    and both are of one document. Blocks of queries skip the keys that none of them sees, which on a
+    CPU is 3 times as fast as one masked call at T = 4 windows.
+    """
+    T = q.size(2)
+    places = torch.arange(T, device=q.device)
+    step = max(64, min(window, T, 4096) // 4)  # a mask of longer blocks would need much memory
+    outputs = []
+    for start in range(0, T, step):
+        queries = slice(start, start + step)
+        keys = slice(max(0, start - window + 1), start + step)  # those that a query may see
+        distance = places[queries, None] - places[keys]
+        same_doc = doc[:, queries, None] == doc[:, None, keys]
+        mask = (distance >= 0) & (distance < window) & same_doc
+        outputs.append(masked_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask))
+    return torch.cat(outputs, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, and queries and keys that are RMS-normed."""
+
+    def __init__(self, config, window):
+        super().__init__()
+        dim = config.model_dim
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
+        width = config.attention_width
+        self.head_dim = width
+        self.window = window
+        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
+        self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
+        self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
+        self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        gain = torch.full((heads,), config.qk_gain_init)
+        self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.qk_norm:
+            kind = config.norms.split()[-1]
+            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
+
+    def forward(self, x, context):
+        """Return (B, T, dim) for x (B, T, dim), see Context."""
+        qkv = linear(x, self.w_qkv)
+        if self.bias is not None:
+            qkv = qkv + self.bias.to(x.dtype)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.parts, dim=2)  # (B, T, H, D)
+        if self.gated:
+            gate = q[:, :, 1::2]
+            q = q[:, :, ::2]
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        if self.q_gain is not None:
+            q = scaled(rms_norm(q), self.q_gain[:, None])
+            k = rms_norm(k)
+        if context.angles:
+            q = rotate(q, *context.angles)
+            k = rotate(k, *context.angles)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        o = context.attend(q, k, v, self.window).transpose(1, 2)
+        if self.gated:
+            o = o * torch.sigmoid(gate)
+        return linear(o.flatten(2), self.w_o)
+
+
+@dataclass
+class Context:
+    """Documents and positions of the tokens ids (B, T).
+
+    Layers mix tokens through its methods alone, so that the scripts that generate text (Decoder in
+    sample.py) can replace them by ones with a cache of earlier tokens.
+    """
+
+    recent: Tensor  # (B, CONV_TAPS-1 + T) the ids; in front, the places that a convolution reaches
+    doc: Tensor  # of the same shape: the number of each token's document
+    positions: Tensor  # (T,), or (B, T)
+    borders: Tensor | None = None  # documents as FlashAttention takes them, see document_borders
+    angles: tuple = ()  # cosines and sines of `rotation`; none without rotary positions
+
+    def of_layer(self, place):
+        """Return the context of a layer, given its place; where there is no cache, of all layers."""
+        return self
+
+    def project(self, x, weight):
+        """Return x W^T (B, CONV_TAPS-1 + T, C) for x (B, T, dim), with zeros in front."""
+        # x is padded and not the product: a GPU moves a tenth fewer bytes in a step
+        # (docs/lab/2026-11.md, 2026-11-26).
+        return linear(F.pad(x, (0, 0, CONV_TAPS - 1, 0)), weight)
+
+    def recur(self, *inputs):
+        """Return Gated DeltaNet's outputs for the inputs of gdn_chunk."""
+        if "gdn" in FAST:
+            o, *_ = FAST["gdn"](*inputs)
+        else:
+            o, _ = gdn_chunk(*inputs, chunk=64 if self.doc.is_cuda else 32)
+        return o
+
+    def attend(self, q, k, v, window):
+        """Return attention (B, H, T, D); shapes as in `attend`."""
+        if self.borders is not None:
+            return FAST["attention"](q, k, v, self.borders, window)
+        return attend(q, k, v, self.doc[:, CONV_TAPS - 1 :], window)
+
+
+def init_wave(units):
+    """Return omega ~ N(1, 0.1), phi ~ N(0, 0.1) and b = 0 for `oscillate`, (3, units)."""
+    wave = 0.1 * torch.randn(3, units)
+    wave[0] += 1.0
+    wave[2] = 0.0
+    return nn.Parameter(wave)
+
+
+def oscillate(x, wave):
+    """Return sin(omega x + phi) tanh(x) + b per unit, for x (..., units) and wave (3, units).
+
+    The activation of WiggleGPT (Eden-Eldith/WiggleGPT, model_bio.py).
+    """
+    omega, phi, b = wave.to(x.dtype)
+    return torch.sin(omega * x + phi) * torch.tanh(x) + b
+
+
+class MLP(nn.Module):
+    """Two matrices around an activation.
+
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
+    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
+
+    ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
+    adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        dim = config.model_dim
+        hidden = config.mlp_hidden or int(config.mlp_mult * dim)
+        self.kind = config.mlp
+        if self.kind not in MLPS:
+            raise ValueError(f"mlp={self.kind!r}: no such kind")
+        self.w_up = matrix((hidden, hidden) if self.kind == "swiglu" else (hidden,), dim)
+        if self.kind.startswith("bio"):
+            self.wave = init_wave(hidden)
+        if self.kind == "bio_soft":
+            self.w_gate = matrix((hidden,), hidden)
+            self.w_mix = matrix((hidden,), hidden)
+            self.mix_wave = init_wave(hidden)
+        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
+        self.w_down = nn.Parameter(torch.zeros(dim, hidden))
+
+    def forward(self, x):
+        """Return (B, T, dim) for x (B, T, dim)."""
+        h = linear(x, self.w_up)
+        if self.kind == "relu2":
+            h = F.relu(h).square()
+        elif self.kind == "leaky_relu2":
+            h = F.leaky_relu(h, 0.5).square()
+        elif self.kind == "gelu":
+            h = F.gelu(h)
+        elif self.kind == "swiglu":
+            gate, up = h.chunk(2, dim=-1)
+            h = F.silu(gate) * up
+        elif self.kind == "bio":
+            h = oscillate(h, self.wave)
+        elif self.kind == "bio_soft":
+            h = self.sparse_events(oscillate(h, self.wave))
+        return linear(h, self.w_down)
+
+    def voltage(self, h):
+        """Return the voltages (B, T, hidden) in (0, 1) of hidden units; above BIO_THRESHOLD is an event."""
+        return torch.sigmoid(linear(h, self.w_gate))
+
+    def sparse_events(self, h):
+        """Return hidden units (B, T, hidden) mixed by those of h whose voltage is high."""
+        spike = torch.sigmoid(5.0 * (self.voltage(h) - BIO_THRESHOLD))
+        return oscillate(linear(h * spike, self.w_mix), self.mix_wave)
+
+
+class Block(nn.Module):
+    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+
+    Its input is the stream after `mix`.
+    """
+
+    def __init__(self, config, norm):
+        super().__init__()
+        dim = config.model_dim
+        self.mixer_norm = Norm(norm, dim, config.norm_eps)
+        self.mlp_norm = Norm(norm, dim, config.norm_eps)
+        self.mlp = MLP(config)
+        self.mix = self.mixer_scale = self.mlp_scale = None
+        if config.residual_mix:
+            self.mix = nn.Parameter(torch.stack([torch.ones(dim), torch.zeros(dim)]))
+            self.mixer_scale = nn.Parameter(torch.ones(dim))
+            self.mlp_scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x, x0, mixer, context):
+        """Return the residual stream behind the layer (B, T, dim).
+
+        x is the stream before it, x0 the embedding, context what the mixer reads.
+        """
+        if self.mix is not None:
+            x = scaled(x, self.mix[0]) + scaled(x0, self.mix[1])
+        x = x + scaled(mixer(self.mixer_norm(x), context), self.mixer_scale)
+        return x + scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
+
+
+def softcap(logits, cap):
+    """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
+    logits = widened(logits)
+    # tanh itself takes a CPU twice as long.
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+
+
+class GPT(nn.Module):
+    """The language model: embedding, layers, norm, and a head with a soft cap."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
+        # that of the weights.
+        self.dtype = None
+        # Whether a layer's activations are computed again in the backward pass, to save memory.
+        self.activation_checkpointing = False
+        if config.positions not in ("rope", "learned", "none"):
+            raise ValueError(f"positions={config.positions!r}: no such kind")
+        dim = config.model_dim
+        self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
+        is_tied = config.tie_embeddings
+        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
+        if config.positions == "learned":
+            self.positions_embed = matrix(
+                (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
+            )
+        if config.bigram_vocab_size:
+            # Zeros: a row that training never used changes nothing, and costs no bytes.
+            self.ngram_embed = nn.Parameter(torch.zeros(2 * config.bigram_vocab_size, BIGRAM_DIM))
+            self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
+        words = config.layers.split()
+        norms = config.norms.split()
+        for word in words:
+            if word[0].lower() not in "gsa":
+                raise ValueError(f"layers: {word!r} is no kind of layer")
+        if config.unet_skips and len(words) > 1:
+            self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
+
+        # Layers that share a mixer or a block have one name for it; others go by their place.
+        mixers = {}
+        blocks = {}
+        self.layers = []  # a block and a mixer per layer
+        for place, (word, norm) in enumerate(zip(words, norms, strict=True)):
+            mixer_name = word if word[1:] else place
+            block_name = word if word.isupper() else place
+            if mixer_name not in mixers:
+                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
+                is_gdn = word[0] in "gG"
+                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+            if block_name not in blocks:
+                blocks[block_name] = Block(config, norm)
+            self.layers.append((blocks[block_name], mixers[mixer_name]))
+        self.mixers = nn.ModuleList(mixers.values())
+        self.blocks = nn.ModuleList(blocks.values())
+        self.final_norm = Norm(norms[-1], dim, config.norm_eps)
+
+    def context(self, ids, doc=None, borders=None):
+        """Return the Context of ids (B, T) at the beginning of texts.
+
+        doc (B, T): the number of each token's document; None: each BOS begins one. borders: the
+        same for FlashAttention, see document_borders.
+        """
+        if doc is None:
+            doc = (ids == self.config.bos_id).cumsum(dim=1)
+        reach = (CONV_TAPS - 1, 0)
+        recent = F.pad(ids, reach, value=self.config.bos_id)
+        positions = torch.arange(ids.size(1), device=ids.device)
+        return Context(recent, F.pad(doc, reach), positions, borders)
+
+    def ngrams(self, recent, doc):
+        """Return the hashed embeddings of each token with the one and the two tokens before it.
+
+        (B, T, 2 * BIGRAM_DIM) for recent and doc of Context. Other documents count as BOS. This is
+        BigramHashEmbedding of Parameter Golf, with triples.
+        """
+        reach = CONV_TAPS - 1
+        rows = self.config.bigram_vocab_size
+        key = 36313 * recent[:, reach:]
+        places = []
+        for back, factor in ((1, 27191), (2, 51647)):
+            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
+            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            key = key ^ (factor * before)
+            places.append(key % rows + (back - 1) * rows)
+        return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
+
+    def features(self, ids, doc=None, borders=None, context=None):
+        """Return what the head reads (B, T, dim), for ids (B, T).
+
+        doc and borders: see `context`. Texts that are generated bring a context of their own (Decoder
+        in sample.py).
+        """
+        config = self.config
+        context = context or self.context(ids, doc, borders)
+        positions = context.positions
+        x = F.embedding(ids, self.embed)
+        x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
+        if config.positions == "rope":
+            dims = config.rope_dims or config.attention_width
+            scaling = config.rope_scaling
+            context.angles = rotation(positions, dims, config.rope_base, scaling, x.dtype)
+        if config.residual_mix:
+            x = rms_norm(x)
+        if config.positions == "learned":
+            x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
+        if config.bigram_vocab_size:
+            ngrams = self.ngrams(context.recent, context.doc)
+            x = x + linear(ngrams.to(x.dtype), self.w_ngram)
+
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        half = len(self.layers) // 2
+        skips = []
+        x0 = x
+        for place, (block, mixer) in enumerate(self.layers):
+            if skips and place >= half:
+                skip = skips.pop()
+                x = x + scaled(skip, self.skip[len(skips)])
+            run = block
+            if recompute:
+                run = functools.partial(activation_checkpoint, block, use_reentrant=False)
+            x = run(x, x0, mixer, context.of_layer(place))
+            if config.unet_skips and place < half:
+                skips.append(x)
+        return self.final_norm(x)
+
+    def logits(self, x):
+        """Return logits (..., V), float32 at least, of features x (..., dim)."""
+        logits = linear(x, self.embed if self.head is None else self.head)
+        return softcap(logits, self.config.logit_softcap)
+
+    def forward(self, ids, targets=None, borders=None):
+        """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
+        logits = self.logits(self.features(ids, borders=borders))
+        if targets is None:
+            return logits
+        logits = logits.flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
+        return losses.view_as(targets)
+
+
+# === end: model ===
+
+
+# === shared: artifact ===
+# An artifact is one file:
+#
+#   magic, version u32, length of the header u32     little endian
+#   header                                           JSON in a zstd frame
+#   streams, without gaps                            each is a zstd frame of an array
+#   SHA-256 of all before it
+#
+# The header lists the streams in their order, with name, shape, dtype (as numpy writes it) and
+# length. The first four belong to the coder, the others are the tensors:
+#
+#   lane_states u32 (lanes,)    states of the coder at which decoding begins
+#   tables u16 (97, 256)        frequencies of the symbols, symbol & 255
+#   sizes u8                    of each tensor in words: a size per row, then a size per column
+#   escapes i32                 the codes beyond +-127 of all tensors, in order
+#   a control                   float16, or float32
+#   a quantized tensor          with "scale" and "bits": symbols int8, or words u16
+#
+# A symbol is the code itself from -127 to 127, and otherwise -128, an escape: the next number of
+# `escapes` is the code. Version 9, of the records of 2026-11-25, had no such codes, and no stream
+# `escapes`.
+#
+# Words are of range ANS (Duda, arXiv:1311.2540) in interleaved lanes: code i of a tensor is in lane
+# i % lanes. The states run on from tensor to tensor, and end at 2**16. In trained matrices rows
+# differ in size, and so do columns that read hidden units; given both sizes, codes are nearly
+# normal. So the code at row r and column c is coded by table sizes[r] + sizes[c], which saves 5% of
+# the bytes (docs/lab/2026-11.md, 2026-11-21).
+#
+# A reader compares all sizes with the length of the file before it allocates. A file may have
+# FREE_NUMBERS numbers, and NUMBERS_PER_BYTE more for each of its bytes. Where nearly all weights
+# are 0 they take fewer bytes than that; then zeros follow the last stream.
+ARTIFACT_PREFIX = struct.Struct("<8sII")
+ARTIFACT_MAGIC = b"UNDERPAR"
+ARTIFACT_VERSION = 10
+READABLE_VERSIONS = (9, ARTIFACT_VERSION)
+HEADER_LIMIT = 1 << 20  # bytes of its JSON
+FREE_NUMBERS = 1 << 24
+NUMBERS_PER_BYTE = 64
+CODES_PER_LANE = 1 << 14  # at most, unless there are 1,024 lanes: one lane would take minutes
+ESCAPE = -128  # the symbol of a code beyond +-127
+RANS_BITS = 14  # rounding frequencies costs 20 bytes per million codes; at 12 bits 150
+RANS_TOTAL = 1 << RANS_BITS
+RANS_LOW = 1 << 16  # states stay in [2**16, 2**32), so a step moves at most one 16-bit word
+
+
+class ArtifactError(UserError):
+    """A file of a model is damaged, or none; one line that names the file and the damaged part."""
+
+
+def require(condition, message):
+    """Raise ArtifactError(message) unless the condition holds."""
+    if not condition:
+        raise ArtifactError(message)
+
+
+@contextlib.contextmanager
+def one_line(source):
+    """Turn any exception raised inside into an ArtifactError, one line that names the source.
+
+    A file with a right SHA-256 and wrong contents may raise anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, UserError) else repr(error)
+        raise ArtifactError(f"{source}: {' '.join(reason.split()):.400}") from None
+
+
+@dataclass
+class Coded:
+    """A quantized tensor: weight = code * scale."""
+
+    codes: Tensor  # int32 (R, C)
+    scale: Tensor  # float16 (1,)
+    bits: int  # of the rule that chose the scale, see quantize
+
+
+def dequantize(codes, scale):
+    """Return code * scale, float32 (..., R, C): rounded once, so equal on every machine."""
+    return codes.float() * scale[..., None]
+
+
+class RansCoder:
+    """Codes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place.
+
+    Range ANS is a stack: what is to be decoded first is encoded last.
+    """
+
+    def __init__(self, states, tables):
+        """tables uint16 (K, 256), made by rans_table. Raises ArtifactError if one is not whole."""
+        require((tables.sum(1, dtype=np.int64) == RANS_TOTAL).all(), "a table's sum is not 2**14")
+        self.states = states
+        # The low 14 bits of a state are a slot. A symbol has as many slots as its frequency says.
+        # Slots are numbered through all tables, and `first` is a symbol's first one.
+        self.frequency = tables.astype(np.uint32).reshape(-1)
+        self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
+        # Of each slot, `steps` has the frequency of its symbol in the upper 16 bits and the slot's
+        # place among those of the symbol in the lower: one look-up is 1.5 times as fast as two.
+        slots = np.arange(self.frequency.sum(), dtype=np.uint32)
+        places = slots - np.repeat(self.first, self.frequency)
+        self.steps = np.repeat(self.frequency << 16, self.frequency) | places
+        symbols = np.arange(len(self.frequency)).astype(np.uint8)
+        self.symbols = np.repeat(symbols, self.frequency)
+
+    def encode(self, pairs):
+        """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
+        frequency = self.frequency.take(pairs)
+        start = self.first.take(pairs) % RANS_TOTAL
+        lanes = len(self.states)
+        chunks = [np.empty(0, np.uint16)]
+        for begin in reversed(range(0, len(pairs), lanes)):
+            f = frequency[begin : begin + lanes]
+            x = self.states[: len(f)]  # a view; the last symbols may need only some of the lanes
+            full = x >= f << (32 - RANS_BITS)
+            chunks.append(x[full].astype(np.uint16))
+            x[full] >>= 16
+            # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
+            x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
+        return np.concatenate(chunks[::-1])
+
+    def decode(self, tables, words):
+        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
+        lanes = len(self.states)
+        symbols = np.empty(len(tables), np.uint8)
+        for begin in range(0, len(tables), lanes):
+            slot = tables[begin : begin + lanes].astype(np.int64) << RANS_BITS
+            x = self.states[: len(slot)]
+            slot += x & (RANS_TOTAL - 1)
+            step = self.steps.take(slot, mode="clip")
+            x >>= RANS_BITS
+            x *= step >> 16
+            x += step & 0xFFFF
+            low = np.flatnonzero(x < RANS_LOW)
+            # Where words are missing, these two lengths differ, which numpy refuses.
+            x[low] = x[low] << 16 | words[: len(low)]
+            words = words[len(low) :]
+            symbols[begin : begin + lanes] = self.symbols.take(slot)
+        require(len(words) == 0, "rANS words are left over")
+        return symbols
+
+
+def check_header(header):
+    """Raise ArtifactError unless a header is an object that names the model's tokenizer."""
+    check_json(header, {"meta": dict, "tokenizer_sha256": str}, "the header")
+    tokenizer = header["meta"].setdefault("tokenizer", "bytes")
+    # It is looked for beside the model.
+    is_name = isinstance(tokenizer, str) and Path(tokenizer).name == tokenizer
+    require(is_name and tokenizer.isprintable(), "the header's tokenizer must be a file's name")
+
+
+def unzip(frame, limit, source):
+    """Return the content of a zstd frame. Raises ArtifactError if it has more than `limit` bytes."""
+    raw = zstandard.ZstdDecompressor().stream_reader(frame).read(limit + 1)
+    require(len(raw) <= limit, f"{source} is longer than {limit} bytes")
+    return raw
+
+
+def read_artifact_header(data):
+    """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
+    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    _, version, length = ARTIFACT_PREFIX.unpack_from(data)
+    require(version in READABLE_VERSIONS, f"version {version}, this code reads 9 and 10")
+    is_whole = hashlib.sha256(memoryview(data)[:-32]).digest() == data[-32:]
+    require(is_whole, "damaged: the SHA-256 is wrong")
+    file = io.BytesIO(data)
+    file.seek(ARTIFACT_PREFIX.size)
+    header = json.loads(unzip(file.read(length), HEADER_LIMIT, "the header"))
+    check_header(header)
+    check_json(header, {"streams": dict, "settings": dict}, "the header")
+    return header, file
+
+
+def read_streams(data):
+    """Return header and arrays (name -> flat) of an artifact. Any error if it is damaged."""
+    header, file = read_artifact_header(data)
+    numbers = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)  # that the streams may still have
+    arrays = {}
+    for name, record in header["streams"].items():
+        kinds = {"shape": [int], "dtype": str, "length": int, "scale?": float, "bits?": int}
+        check_json(record, kinds, repr(name))
+        shape = record["shape"]
+        require(len(shape) <= 8, f"{name!r} has a shape that is none")
+        dtype = np.dtype(record["dtype"])
+        require(dtype.itemsize <= 4, f"{name!r} has a dtype that is none")
+        count = math.prod(shape)
+        numbers -= count
+        require(numbers >= 0, f"{name!r}: the file is too short for so many numbers")
+        # A code takes one word at most, so words are not more than the shape says.
+        raw = unzip(file.read(record["length"]), count * dtype.itemsize, repr(name))
+        arrays[name] = np.frombuffer(raw, dtype).copy()
+    return header, arrays
+
+
+def decode_artifact(data):
+    """Return what read_artifact does, of the bytes of an artifact. Any error if it is damaged."""
+    header, arrays = read_streams(data)
+    states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
+    escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
+    coder = RansCoder(states, tables.reshape(97, 256))
+    codes_in_words = 0
+    tensors = {}
+    coded = {}
+    for name, array in arrays.items():
+        record = header["streams"][name]
+        shape = record["shape"]
+        if array.dtype == np.uint16:
+            height, *width = shape
+            codes_in_words += math.prod(shape)
+            least = min(1024, codes_in_words // CODES_PER_LANE)
+            require(len(states) >= least, f"{name!r}: the lanes are too few for so many codes")
+            ends = [height, height + math.prod(width)]
+            rows, columns, sizes = np.split(sizes, ends)
+            contexts = np.add.outer(rows, columns).reshape(-1)
+            array = coder.decode(contexts, array).view(np.int8)
+        values = torch.from_numpy(array).view(shape)
+        if array.dtype == np.int8:
+            scale = torch.tensor([record["scale"]], dtype=torch.float16)
+            require(scale.isfinite(), f"{name!r} has a scale that is not finite")
+            is_escape = values == ESCAPE
+            codes = values.int().masked_scatter_(is_escape, escapes)
+            escapes = escapes[is_escape.sum() :]
+            coded[name] = Coded(codes.flatten(1), scale, record["bits"])
+            values = dequantize(codes, scale)
+        tensors[name] = values.float()
+    require(len(escapes) == 0, "escapes are left over")
+    require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
+    return header, tensors, coded
+
+
+def read_artifact(path):
+    """Return the header, the tensors by name in float32, and `coded` as it was written.
+
+    Bit-exact on every machine. Memory is bounded by the file: some 10 bytes for each number that it
+    may have, see above. Raises ArtifactError, one line that names the file, if anything is not as
+    it was written. The header's meta has the name of the tokenizer's file, as `tokenizer`.
+    """
+    data = Path(path).read_bytes()
+    with one_line(path):
+        return decode_artifact(data)
+
+
+# === end: artifact ===
+
+
+# === shared: rebuild ===
+# What a changed copy of a script has written is another network: dropping the part that this script
+# does not know would load wrong weights without a word.
+CHANGED_COPY = (
+    "a changed copy of a script wrote it: use that copy, or copy section `model` from it into this "
+    "script"
+)
+
+
+MAX_LAYERS = 1024  # bounds the time that a forged file can take
+
+
+def stored_shape(meta):
+    """Return the shape of the network in a checkpoint, of its meta.json.
+
+    Older checkpoints have it among the identity of their run, whose other values are left out.
+    """
+    identity = meta.get("identity", {})
+    # In the order of the fields: an artifact's header has it, and the same input gives the same bytes.
+    names = [name for name in GPTConfig.__dataclass_fields__ if name in identity]
+    return meta.get("shape") or {name: identity[name] for name in names}
+
+
+def require_weights(tensors):
+    """Raise ArtifactError unless the content of a model.pt is name -> tensor of weights."""
+    require(isinstance(tensors, dict), "model.pt has no names of tensors")
+    for name, tensor in tensors.items():
+        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_nested
+        # PyTorch has few operations for floats of 8 bits.
+        is_weight = is_plain and tensor.is_floating_point() and tensor.element_size() > 1
+        require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
+
+
+def checked_config(shape, source):
+    """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
+
+    Raises ArtifactError, which names the source, for a field that is unknown or has a wrong value.
+    """
+    kinds = {one.name: one.type for one in fields(GPTConfig)}
+    with one_line(source):
+        check_json(shape, {}, "its settings")
+    for name in shape:
+        require(
+            name in kinds,
+            f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
+        )
+    with one_line(source):
+        check_json(shape, {name: kinds[name] for name in shape}, "its settings")
+    for name, value in shape.items():
+        is_small = type(value) is not int or value < 1 << 31
+        require(is_small, f"{source} has {name}={value!r:.30}: must be below 2**31")
+    scaling = shape.get("rope_scaling") or []
+    are_numbers = all(type(one) in (int, float) for one in scaling)
+    is_right = len(scaling) in (0, 4) and are_numbers
+    require(is_right, f"{source} has rope_scaling={scaling!r:.80}: must be 4 numbers")
+    count = 1 + str(shape.get("layers")).count(" ")
+    require(count <= MAX_LAYERS, f"{source} has more than {MAX_LAYERS} layers")
+    with one_line(f"{source} lacks a field of its network's settings"):
+        return GPTConfig(**shape)
+
+
+def empty_network(config, source):
+    """Return a network without memory (device meta). ArtifactError if the config has no network."""
+    with one_line(f"{source} has settings that make no network"), torch.device("meta"):
+        return GPT(config)
+
+
+def check_tensors(network, tensors, source):
+    """Raise ArtifactError unless the tensors are those of the network by name and shape."""
+    expected = network.state_dict()
+    for name in tensors:
+        require(
+            name in expected,
+            f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}",
+        )
+    for name, param in expected.items():
+        require(
+            name in tensors,
+            f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}",
+        )
+        shape = tuple(tensors[name].shape)
+        require(
+            shape == param.shape,
+            f"{source} has the tensor {name!r} of shape {shape}, which is {tuple(param.shape)} in "
+            f"this script; {CHANGED_COPY}",
+        )
+
+
+# === end: rebuild ===
+
+
+# === shared: models ===
+AVERAGES = ("raw", "ema", "swa")  # weights that a checkpoint has
+
+
+@dataclass
+class Weights:
+    """A MODEL: its weights, and what its file or folder says about them."""
+
+    path: Path
+    tensors: dict[str, Tensor]  # float32, on the CPU
+    shape: dict  # the settings that rebuild the network
+    header: dict = field(default_factory=dict)  # of an artifact or a delta: tokenizer_sha256, meta
+    coded: dict[str, Coded] = field(default_factory=dict)  # of an artifact
+    run: dict = field(default_factory=dict)  # of a checkpoint: settings and steps
+    exporter: dict = field(default_factory=dict)  # of a checkpoint: about its quantizers
+    average: str = ""  # of a checkpoint: raw, ema or swa
+    unmerged: dict = field(default_factory=dict)  # of a checkpoint: tensors, adapters by themselves
+
+
+def read_json(path):
+    """Return what a JSON file of an object has; {} if there is no such file. Raises UserError."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is no JSON: {error!s:.200}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must be a JSON object, and is {value!r:.50}")
+    return value
+
+
+def chosen_weights(folder):
+    """Return which weights of a run were packed, by its result.json; `raw` without one."""
+    for run in (folder, folder.parent):
+        chosen = read_json(run / "result.json").get("weights")
+        if chosen in AVERAGES:
+            return chosen
+    return "raw"
+
+
+def merge_adapters(tensors):
+    """Return a checkpoint's tensors, to which LoRA's (section lora of train_sft.py) are added.
+
+    All are float32: those that were frozen beside adapters may be bfloat16.
+    """
+    merged = {}
+    for name, w in tensors.items():
+        w = w.float()
+        module, adapted, last = name.partition(".parametrizations.")
+        if not adapted:
+            merged[name] = w
+        elif last.endswith(".original"):
+            matrix = last.removesuffix(".original")
+            a, b, scale = (
+                tensors[f"{module}{adapted}{matrix}.0.{part}"]
+                for part in ("lora_a", "lora_b", "scale")
+            )
+            merged[f"{module}.{matrix}"] = torch.addmm(w, scale * b, a)
+    return merged
+
+
+def require_codes(coded, tensors):
+    """Raise ArtifactError unless the codes are those of the weights beside them."""
+    for name, part in coded.items():
+        is_coded = name in tensors and type(part.bits) is int
+        values = dequantize(part.codes, part.scale) if is_coded else None
+        is_equal = is_coded and torch.equal(values.view_as(tensors[name]), tensors[name])
+        require(is_equal, f"coded.pt has codes of other weights under {name!r:.80}")
+
+
+def read_checkpoint(folder, average):
+    """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError.
+
+    Adapters are added to their matrices.
+    """
+    load = functools.partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
+    with one_line(f"{folder}: no checkpoint with {average} weights"):
+        meta = json.loads((folder / "meta.json").read_bytes())
+        tensors = load(folder / "model.pt")
+        require_weights(tensors)
+        if "header" in meta:  # of `unpack` or `apply`
+            check_header(meta["header"])
+            coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
+            require_codes(coded, tensors)
+            return Weights(folder, tensors, meta["shape"], meta["header"], coded)
+        shape = stored_shape(meta)
+        training = {}
+        if (folder / "training.pt").is_file():
+            training = load(folder / "training.pt")
+            if average != "raw":  # what was trained, in its order
+                collected = training.get(average, {}).get("count", 0)
+                require(collected > 0, "none had been collected when it was saved")
+                trained = [name for name in tensors if ".lora_" in name] or tensors
+                tensors |= dict(zip(trained, training[average]["values"], strict=True))
+                require_weights(tensors)
+        else:  # the folder `final` of a run
+            packed = chosen_weights(folder)
+            require(average == packed, f"it has the {packed} weights, which were packed, alone")
+        return Weights(
+            folder,
+            merge_adapters(tensors),
+            shape,
+            run={**meta["settings"], "steps": meta["step"]},
+            exporter=dict(training.get("exporter", {})),
+            average=average,
+            unmerged=tensors,
+        )
+
+
+def read_weights(path, average=""):
+    """Return a MODEL: an artifact's weights, or those of a folder's newest whole checkpoint.
+
+    average: which weights of a checkpoint; "": those that its run chose. Raises UserError, or
+    ArtifactError if an artifact is not as it was written.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        checkpoint, faults = newest_checkpoint(folder)
+        if checkpoint is None:
+            raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
+        sys.stderr.write("".join(f"{fault}\n" for fault in faults))
+        weights = read_checkpoint(checkpoint, average or chosen_weights(folder))
+        check_network(weights)
+        return weights
+    if not folder.is_file():
+        raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
+    header, tensors, coded = read_artifact(path)
+    weights = Weights(folder, tensors, header["settings"], header, coded)
+    check_network(weights)
+    return weights
+
+
+def check_network(weights):
+    """Raise UserError if this script does not know the network: another script has made it."""
+    network = empty_network(checked_config(weights.shape, weights.path), weights.path)
+    tensors = {name: w for name, w in weights.tensors.items() if name != "w_value"}
+    check_tensors(network, tensors, weights.path)
+
+
+def rebuild(source):
+    """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
+    network = empty_network(GPTConfig(**source.shape), source.path)
+    with one_line(f"{source.path}: its settings rebuild no model"):
+        network.load_state_dict(source.tensors, assign=True)
+        with torch.no_grad():
+            logits = network(torch.tensor([[0]]))
+        require(logits.isfinite().all(), "its logits are not finite")
+        return network
+
+
+def find_tokenizer(source, tokenizer_path):
+    """Return the Tokenizer of a MODEL: of TOKENIZER_PATH, or the one beside it. Raises UserError."""
+    folder = source.path.parent
+    beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
+    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    # Post-training adds four tokens for the roles to a tokenizer that has none.
+    is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
+    if not is_right or tokenizer.bos_id != source.shape["bos_id"]:
+        prefix = f"TOKENIZER_PATH={tokenizer_path!r}: " * bool(tokenizer_path)
+        raise UserError(
+            f"{prefix}{tokenizer.file} has {tokenizer.vocab_size} tokens; "
+            f"must be the tokenizer of {source.path}, with {source.shape['vocab_size']}; set "
+            "TOKENIZER_PATH"
+        )
+    return tokenizer
+
+
+def write_folder(out, files):
+    """Write a new folder of files and their SHA-256 sums.
+
+    files: name -> bytes, or a function that writes a file of this path. Raises OSError; then there is
+    no folder.
+    """
+    out.mkdir()
+    try:
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                replace_file(out / name, content)
+            else:
+                content(out / name)
+        sums = [f"{sha256_file(out / name)}  {name}\n" for name in sorted(files)]
+        # The sums come last: without them the folder is no checkpoint.
+        replace_file(out / "SHA256SUMS", "".join(sums).encode())
+    except Exception as error:  # each package has its own for a full disk
+        shutil.rmtree(out, ignore_errors=True)
+        raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
+
+
+# === end: models ===
+
+
+# ----------------------------------------------------------------------------------------- layouts
+# What all models of transformers that can be read and written have, in fields of GPTConfig.
+HF_SHAPE = {
+    "mlp": "swiglu",
+    "positions": "rope",
+    "qk_gain_init": 0.0,
+    "residual_mix": False,
+    "unet_skips": False,
+    "bigram_vocab_size": 0,
+    "logit_softcap": 0.0,
+    "gdn_light": False,
+}
+# And what each architecture has.
+HF_ARCHITECTURES = {
+    "LlamaForCausalLM": {"qkv_bias": False, "qk_norm": False, "attn_gate": False},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "qk_norm": False, "attn_gate": False},
+    "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": False},
+    "Qwen3_5ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": True},
+}
+HF_LAYERS = {"full_attention": "a", "linear_attention": "g"}
+# The network has no part for these. The values are those that it computes.
+HF_REFUSED = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": CONV_TAPS,
+    "quantization_config": None,
+}
+# The fields of config.json that gdn_shape has, in its order.
+HF_GDN_SHAPE = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+# Parts of a model that are not its text model: images, and predictors of several tokens.
+HF_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.|.*rotary_emb\.inv_freq$")
+# Files that `export --like` does not copy: weights in any format, their index, and our sums.
+HF_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|index\.json)|SHA256SUMS")
+# Where transformers finds classes that it does not have, in an export's own code.
+REMOTE_CLASSES = {
+    "auto_map": {
+        "AutoConfig": "modeling_underpar.UnderparConfig",
+        "AutoModelForCausalLM": "modeling_underpar.UnderparForCausalLM",
+        "AutoTokenizer": ["modeling_underpar.UnderparTokenizer", None],
+    },
+}
+
+
+def load_safetensors():
+    """Return the module safetensors. Raises UserError if it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError("needs safetensors: pip install safetensors") from None
+    return safetensors
+
+
+def hf_views(network):
+    """Return the tensors of a model of transformers, by name, as views of a network's weights."""
+    views = {
+        "model.embed_tokens.weight": network.embed,
+        "model.norm.weight": network.final_norm.weight,
+    }
+    if network.head is not None:
+        views["lm_head.weight"] = network.head
+    words = network.config.layers.split()
+    for i, (block, mixer) in enumerate(network.layers):
+        gate, up = block.mlp.w_up.chunk(2)
+        layer = {
+            "input_layernorm.weight": block.mixer_norm.weight,
+            "post_attention_layernorm.weight": block.mlp_norm.weight,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": block.mlp.w_down,
+        }
+        if words[i] == "g":
+            layer |= hf_delta_views(mixer)
+        else:
+            layer |= hf_attention_views(mixer)
+        views |= {f"model.layers.{i}.{name}": view for name, view in layer.items()}
+    return views
+
+
+def hf_attention_views(mixer):
+    """Return hf_views of a layer's attention."""
+    views = {"self_attn.o_proj.weight": mixer.w_o}
+    splits = [count * mixer.head_dim for count in mixer.parts]
+    for name, view in zip("qkv", mixer.w_qkv.split(splits), strict=True):
+        views[f"self_attn.{name}_proj.weight"] = view
+    if mixer.bias is not None:
+        for name, view in zip("qkv", mixer.bias.split(splits), strict=True):
+            views[f"self_attn.{name}_proj.bias"] = view
+    if hasattr(mixer.q_norm, "weight"):
+        views["self_attn.q_norm.weight"] = mixer.q_norm.weight
+        views["self_attn.k_norm.weight"] = mixer.k_norm.weight
+    return views
+
+
+def hf_delta_views(mixer):
+    """Return hf_views of a layer's Gated DeltaNet."""
+    qkv, z = mixer.w_qkvg.tensor_split([mixer.conv.size(1)])
+    decay, step_size = mixer.ab.chunk(2)
+    return {
+        "linear_attn.in_proj_qkv.weight": qkv,
+        "linear_attn.in_proj_z.weight": z,
+        "linear_attn.in_proj_a.weight": decay,
+        "linear_attn.in_proj_b.weight": step_size,
+        "linear_attn.conv1d.weight": mixer.conv.mT[:, None],
+        "linear_attn.A_log": mixer.A_log,
+        "linear_attn.dt_bias": mixer.dt_bias,
+        "linear_attn.norm.weight": mixer.norm,
+        "linear_attn.out_proj.weight": mixer.w_o,
+    }
+
+
+def hf_number(config, name, high=1 << 24, default=None):
+    """Return a whole number of a config.json; null is as missing. Raises UserError."""
+    value = config.get(name)
+    if value is None:
+        value = default
+    if type(value) is not int or not 1 <= value <= high:
+        raise UserError(
+            f"config.json: {name}={value!r:.50}: must be a whole number from 1 to {high}"
+        )
+    return value
+
+
+def hf_real(config, name, default=None):
+    """Return a number above 0 of a config.json. Raises UserError."""
+    value = config.get(name, default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UserError(f"config.json: {name}={value!r:.50}: must be a number above 0")
+    return float(value)
+
+
+def hf_rope(config, head_dim, default_share):
+    """Return the fields of GPTConfig about rotary positions, of a config.json. Raises UserError.
+
+    default_share: of a head's dimensions, those that rotate if the config does not say it.
+    """
+    # transformers 5 writes rope_parameters, and goes by rope_scaling if there are both.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(
+            f"config.json: rotary positions {rope!r:.90}: must be one kind for all layers"
+        )
+    share = default_share
+    for place in (config, rope):
+        if place.get("partial_rotary_factor") is not None:
+            share = hf_real(place, "partial_rotary_factor")
+    if default_share == 1 != share or share > 1:
+        raise UserError(f"config.json: partial_rotary_factor={share}: must be 1")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = []
+    if kind == "llama3":
+        length = "original_max_position_embeddings"
+        rope = {length: config["max_position_embeddings"]} | rope
+        if length in config:  # as transformers has it
+            rope = rope | {length: config[length]}
+        names = ("factor", "low_freq_factor", "high_freq_factor", length)
+        scaling = [hf_real(rope, name) for name in names]
+    elif kind != "default":
+        raise UserError(f"config.json: rope_type={kind!r}: must be default or llama3")
+    return {
+        "rope_base": hf_real(rope, "rope_theta", config.get("rope_theta", ROPE_BASE)),
+        "rope_dims": int(head_dim * share),
+        "rope_scaling": scaling,
+    }
+
+
+def hf_norms(gated, count):
+    """Return the field `norms` of GPTConfig: Qwen3.5, whose attention is gated, has its own kind."""
+    return " ".join(["rms_offset" if gated else "rms_weight"] * count)
+
+
+def hf_known(config):
+    """Return what the network has of a config.json's architecture. Raises UserError without any."""
+    architectures = config.get("architectures")
+    architecture = str(architectures)
+    if isinstance(architectures, list) and len(architectures) == 1:
+        architecture = str(architectures[0])
+    known = HF_ARCHITECTURES.get(architecture.replace("ConditionalGeneration", "CausalLM"))
+    if known is None:
+        names = ", ".join(HF_ARCHITECTURES)
+        raise UserError(f"config.json: architectures={architecture!r:.90}: must be one of {names}")
+    # transformers goes by this one.
+    kind = config.get("model_type")
+    if kind and str(kind).removesuffix("_text") != re.split("For[CM]", architecture)[0].lower():
+        raise UserError(f"config.json: model_type={kind!r:.50}: must be that of {architecture}")
+    for name, value in HF_REFUSED.items():
+        if config.get(name) not in (None, value):
+            raise UserError(f"config.json: {name}={config[name]!r:.90}: must be {value!r}")
+    return known
+
+
+def hf_layers(config, known):
+    """Return the kinds of the layers of a config.json. Raises UserError."""
+    count = hf_number(config, "num_hidden_layers", 4096)
+    every = hf_number(config, "full_attention_interval", 4096, 4 if known["attn_gate"] else 1)
+    kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
+    kinds = config.get("layer_types") or (kinds * count)[:count]
+    allowed = [*HF_LAYERS] if known["attn_gate"] else ["full_attention"]
+    if not isinstance(kinds, list) or not all(kind in allowed for kind in kinds):
+        raise UserError(
+            f"config.json: layer_types={kinds!r:.90}: must be among {', '.join(allowed)}"
+        )
+    if len(kinds) != count:
+        raise UserError(
+            f"config.json: layer_types: has {len(kinds)} layers, num_hidden_layers {count}"
+        )
+    return kinds
+
+
+def hf_shape(config):
+    """Return the fields of GPTConfig for a config.json. Raises UserError for what has no part."""
+    # Transformers takes this from the top level if it stands there.
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise UserError(f"config.json: text_config={text!r:.50}: must be an object")
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    if not isinstance(tied, bool | None):
+        raise UserError(f"config.json: tie_word_embeddings={tied!r:.50}: must be true or false")
+    outer = {name: config.get(name) for name in ("architectures", "model_type")}
+    config = config | text | outer
+    known = hf_known(config)
+    kinds = hf_layers(config, known)
+    width = hf_number(config, "hidden_size")
+    heads = hf_number(config, "num_attention_heads")
+    head_dim = hf_number(config, "head_dim", default=width // heads)
+    context = hf_number(config, "max_position_embeddings", 1 << 40)
+    shape = {
+        "vocab_size": hf_number(config, "vocab_size"),
+        "bos_id": -1,  # the tokenizer's; config.json often has none
+        "layers": " ".join(HF_LAYERS[kind] for kind in kinds),
+        "norms": hf_norms(known["attn_gate"], len(kinds)),
+        # Scores have windows of this length, which must fit into memory.
+        "train_seq_len": min(context, 4096),
+        "context": context,
+        "model_dim": width,
+        "num_heads": heads,
+        "num_kv_heads": hf_number(config, "num_key_value_heads", default=heads),
+        "head_dim": head_dim,
+        "mlp_hidden": hf_number(config, "intermediate_size"),
+        "norm_eps": hf_real(config, "rms_norm_eps"),
+        "tie_embeddings": bool(tied),
+    }
+    if heads % shape["num_kv_heads"]:
+        raise UserError(
+            f"config.json: num_key_value_heads={shape['num_kv_heads']}: must divide "
+            f"num_attention_heads={heads}"
+        )
+    if "linear_attention" in kinds:
+        shape["gdn_shape"] = [hf_number(config, name) for name in HF_GDN_SHAPE]
+    return HF_SHAPE | known | shape | hf_rope(config, head_dim, 0.25 if known["attn_gate"] else 1.0)
+
+
+def hf_architecture(shape):
+    """Return transformers' name for the architecture of a network. Raises UserError without one."""
+    fitting = [
+        name for name, known in HF_ARCHITECTURES.items() if known.items() <= vars(shape).items()
+    ]
+    if not fitting:
+        raise UserError(f"transformers has no model with the biases, norms and gates of {shape}")
+    architecture = fitting[0]
+    words = shape.layers.split()
+    head_dim = shape.head_dim or shape.model_dim // shape.num_heads
+    wanted = HF_SHAPE | {"norms": hf_norms(shape.attn_gate, len(words))}
+    if not shape.attn_gate:
+        wanted["layers"] = " ".join("a" * len(words))
+        wanted["rope_dims"] = shape.rope_dims if shape.rope_dims == head_dim else 0
+    for name, value in wanted.items():
+        actual = getattr(shape, name)
+        if actual != value:
+            raise UserError(f"transformers' {architecture} has no {name}={actual!r}")
+    return architecture
+
+
+def hf_config(shape):
+    """Return the config.json of a network. Raises UserError if transformers has no such model."""
+    architecture = hf_architecture(shape)
+    words = shape.layers.split()
+    head_dim = shape.head_dim or shape.model_dim // shape.num_heads
+    rope = {"rope_type": "default", "rope_theta": shape.rope_base}
+    if shape.attn_gate:
+        rope["partial_rotary_factor"] = (shape.rope_dims or head_dim) / head_dim
+    if shape.rope_scaling:
+        factor, low, high, length = shape.rope_scaling
+        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low}
+        rope |= {"high_freq_factor": high, "original_max_position_embeddings": int(length)}
+    config = {
+        "architectures": [architecture],
+        # llama, qwen2, qwen3, or qwen3_5_text, which has another model beside for images
+        "model_type": architecture.removesuffix("ForCausalLM").lower() + "_text" * shape.attn_gate,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.model_dim,
+        "head_dim": head_dim,
+        "intermediate_size": shape.mlp_hidden or int(shape.mlp_mult * shape.model_dim),
+        "num_hidden_layers": len(words),
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "rope_parameters": rope,  # of transformers 5
+        "rope_theta": shape.rope_base,
+        "max_position_embeddings": shape.context or shape.train_seq_len,
+        "rms_norm_eps": shape.norm_eps or torch.finfo(torch.float32).eps,
+        "tie_word_embeddings": shape.tie_embeddings,
+    }
+    if shape.attn_gate:
+        names = {word: kind for kind, word in HF_LAYERS.items()}
+        config["layer_types"] = [names[word] for word in words]
+        width = shape.model_dim // shape.num_heads
+        sizes = shape.gdn_shape or (shape.num_heads, shape.num_heads, width, width)
+        config |= zip(HF_GDN_SHAPE, sizes, strict=True)
+        config["linear_conv_kernel_dim"] = CONV_TAPS
+    return config
+
+
+@dataclass
+class HfTensor:
+    """A tensor in a safetensors file, of which only the header has been read."""
+
+    path: Path
+    key: str
+    name: str  # in hf_views
+    dtype: str
+    shape: list
+
+    def read(self):
+        """Return the tensor. Raises UserError."""
+        safetensors = load_safetensors()
+        try:
+            with safetensors.safe_open(self.path, framework="pt") as file:
+                return file.get_tensor(self.key)
+        except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
+            raise UserError(f"{self.path}: {self.key}: cannot be read: {error!s:.200}") from None
+
+
+def hf_files(folder):
+    """Return the paths of the safetensors files of a folder's model. Raises UserError."""
+    path = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if path.is_file() and not (folder / names[0]).is_file():  # in the order of transformers
+        placed = read_json(path).get("weight_map")
+        values = [*placed.values()] if isinstance(placed, dict) else [None]
+        for value in values:
+            if not isinstance(value, str) or not re.fullmatch(r"[\w.-]+\.safetensors", value):
+                raise UserError(f"{path}: weight_map: {value!r:.90}: must name files beside it")
+        names = sorted(set(values))
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(
+                f"{folder / name}: no such file; the weights must be in safetensors files"
+            )
+    return [folder / name for name in names]
+
+
+def hf_headers(folder):
+    """Return the HfTensors of a folder's model. Raises UserError."""
+    safetensors = load_safetensors()
+    tensors = {}
+    for path in hf_files(folder):
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                for key in file.keys():
+                    part = file.get_slice(key)
+                    name = key.replace("model.language_model.", "model.")
+                    if name in tensors:
+                        raise UserError(f"{path}: {key}: stands in another file too, or twice")
+                    tensors[name] = HfTensor(path, key, name, part.get_dtype(), part.get_shape())
+        except (safetensors.SafetensorError, OSError) as error:
+            raise UserError(f"{path}: no whole safetensors file: {error!s:.200}") from None
+    return list(tensors.values())
+
+
+def read_hf_shape(folder):
+    """Return hf_shape of a folder. Raises UserError.
+
+    A head in the files that is not the embedding counts, also where config.json says that the two
+    are tied. So it is in transformers 5.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder}: no config.json; must be a folder of Hugging Face's")
+    shape = hf_shape(read_json(path))
+    tensors = {tensor.name: tensor for tensor in hf_headers(folder)}
+    head = tensors.get("lm_head.weight")
+    embed = tensors.get("model.embed_tokens.weight")
+    if shape["tie_embeddings"] and head and embed:
+        if head.shape != embed.shape or not torch.equal(head.read().float(), embed.read().float()):
+            shape["tie_embeddings"] = False
+            print(
+                f"{path}: says tie_word_embeddings, but the files have another head, which counts"
+            )
+    return shape
+
+
+def check_hf_headers(folder, shape):
+    """Raise UserError if a folder's files do not have the tensors of a network of this shape.
+
+    Nothing of the network's size is allocated: a config.json may ask for any.
+    """
+    try:
+        with torch.device("meta"):
+            views = hf_views(GPT(GPTConfig(**shape)))
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise UserError(
+            f"{folder}/config.json: does not describe a model: {error!s:.200}"
+        ) from None
+    for tensor in hf_headers(folder):
+        is_tied_head = tensor.name == "lm_head.weight" and shape["tie_embeddings"]
+        if HF_SKIPPED.match(tensor.name) or is_tied_head:
+            continue
+        where = f"{folder}: {tensor.key} {tensor.shape}"
+        view = views.pop(tensor.name, None)
+        if view is None:
+            raise UserError(f"{where}: expected no such tensor")
+        if list(view.shape) != tensor.shape:
+            raise UserError(f"{where}: expected {list(view.shape)}")
+        if not re.fullmatch(r"F(64|32|16|8_E\w+)|BF16", tensor.dtype):
+            raise UserError(f"{where}: has dtype {tensor.dtype}; must be of floating-point numbers")
+    if views:
+        raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
+
+
+def read_hf_tensors(folder, network):
+    """Copy the tensors of a folder's safetensors files, which were checked, into a network.
+
+    One is in memory at a time. Rows beyond the network's vocabulary, which belong to no token, are
+    left out. Raises UserError for NaN and infinite weights.
+    """
+    views = hf_views(network)
+    for tensor in hf_headers(folder):
+        view = views.get(tensor.name)
+        if view is None:
+            continue
+        w = tensor.read().float()
+        if not w.isfinite().all():
+            raise UserError(f"{folder}: {tensor.key}: has weights that are NaN or infinite")
+        with torch.no_grad():
+            # Embedding and head may have more rows than the network.
+            view.copy_(w[: len(view)])
+
+
+# GPT-2's split of a text into parts within which bytes are merged; "ByteLevel" alone means it.
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The same where each digit is split off first, as SmolLM2 has it: a digit ends a run of spaces.
+DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
+
+
+def byte_of_letters():
+    """Return the byte that each letter stands for in a byte-level vocabulary.
+
+    The 188 printable characters of Latin-1 stand for themselves, and the letters from U+0100 on for
+    the other bytes in their order (GPT-2's bytes_to_unicode).
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted(set(range(256)) - set(printable))
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def hf_split(tokenizer):
+    """Return the regular expression that splits texts, of a tokenizer.json. Raises UserError."""
+    described = tokenizer["pre_tokenizer"] or {}
+    steps = described.get("pretokenizers", [described])
+    kinds = [step.get("type") for step in steps]
+    last = steps[-1]
+    is_plain = kinds[-1] == "ByteLevel" and not last.get("add_prefix_space")
+    first = steps[0]
+    if is_plain and last.get("use_regex", True):
+        if kinds == ["ByteLevel"]:
+            return GPT2_SPLIT
+        if kinds == ["Digits", "ByteLevel"] and first["individual_digits"]:
+            return DIGITS_SPLIT
+    is_isolated = first.get("behavior") == "Isolated" and not first.get("invert")
+    if kinds == ["Split", "ByteLevel"] and is_plain and is_isolated and not last["use_regex"]:
+        if "Regex" in first["pattern"]:
+            return first["pattern"]["Regex"]
+    raise UserError(
+        f"tokenizer.json: pre_tokenizer {' '.join(map(str, kinds))}: must be ByteLevel without a "
+        "prefix space, or an isolated Split by Regex or individual Digits before it"
+    )
+
+
+def hf_tokenizer(folder, size):
+    """Return the Tokenizer of a folder's tokenizer.json. Its file is JSON, see rank_tokenizer.
+
+    size: the model's number of tokens, which the tokenizer's is not above. Raises UserError for
+    what would not be reproduced.
+    """
+    path = folder / "tokenizer.json"
+    described = read_json(path)
+    try:
+        facts = tokenizer_facts(folder, described, size)
+        tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
+        probe_split(facts["split"])
+        add_encoder(tokenizer)
+    except (LookupError, TypeError, ValueError, AttributeError, regex.error) as error:
+        fault = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise UserError(f"{path}: is not understood: {fault:.200}") from None
+    for name in ("template", "tool_template"):
+        if name in tokenizer.facts:
+            compile_template(tokenizer.facts[name])
+    return tokenizer
+
+
+def report_import(folder, tokenizer):
+    """Print what is particular about an imported model's tokenizer."""
+    if tokenizer.file != "imported.tiktoken":
+        return
+    begin = repr(tokenizer.facts["bos"]) if begin_ids(tokenizer) else "nothing"
+    print(f"{folder}: {tokenizer.vocab_size} tokens; before a text stands {begin}")
+    lacking = sorted({bytes([byte]) for byte in range(256)} - set(tokenizer.pieces))
+    if lacking:
+        names = " ".join(byte.hex() for byte in lacking)
+        print(
+            f"{folder}: its vocabulary lacks {len(lacking)} bytes ({names}); they are dropped from "
+            "texts, as transformers does"
+        )
+    if tokenizer.facts["unused_templates"]:
+        print(
+            f"{folder}: not used: chat templates {', '.join(tokenizer.facts['unused_templates'])}"
+        )
+    if "template" in tokenizer.facts:
+        try:
+            chat_text(tokenizer, [("<|user|>", "Hello")], True)
+        except UserError as error:
+            print(f"{folder}: a conversation of one question is refused: {error}")
+
+
+def tokenizer_facts(folder, tokenizer, size):
+    """Return the facts of a tokenizer.json, a dict, and its ranks, see rank_tokenizer.
+
+    Byte-level BPE alone. tiktoken merges the pair of the lowest rank first, so ids must be in the
+    order of merges, and takes a whole part of a text if it is a piece. So pieces that no merge
+    reaches are left out, unless the tokenizer does the same (ignore_merges): then their merges must
+    be all that tiktoken would do. Added tokens are apart from these; those that are not special, as
+    <think>, are shown as text. BOS is the tokenizer's, or <|endoftext|>. Raises UserError.
+    """
+    model = tokenizer["model"]
+    check_bpe(tokenizer, model)
+    added = {}
+    shown = {}
+    late = []
+    for token in tokenizer["added_tokens"]:
+        text = token["content"]
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise UserError(f"tokenizer.json: added token {text!r}: must strip nothing")
+        if not text or added.setdefault(text, token["id"]) != token["id"]:
+            raise UserError(f"tokenizer.json: added token {text!r}: is empty, or has two ids")
+        if not token["special"]:
+            shown[text] = token["id"]
+        if token.get("normalized"):
+            late.append(text)
+    check_ids(model["vocab"], added, size)
+    check_added(folder, added)
+    ids = {piece: i for piece, i in model["vocab"].items() if piece not in added}
+    merges = {}
+    for place, merge in enumerate(model["merges"]):
+        merges[tuple(merge.split(" ") if isinstance(merge, str) else merge)] = place
+    order = [ids["".join(pair)] for pair in merges]
+    if order != sorted(order):
+        raise UserError("tokenizer.json: merges: must be in the order of the ids that they make")
+    if set(itertools.chain(*merges)) - model["vocab"].keys():
+        raise UserError("tokenizer.json: merges: must be of pieces of the vocabulary")
+    lines = rank_lines(ids, merges, model.get("ignore_merges"))
+    lines += [rank_line(text.encode(), i) for text, i in shown.items()]
+    facts = hf_chat(folder, added)
+    return facts | {
+        "vocab_size": 1 + max([*ids.values(), *added.values()]),
+        "split": hf_split(tokenizer),
+        "nfc": (tokenizer.get("normalizer") or {}).get("type") == "NFC",
+        "added": added,
+        "normalized": late,
+        "ranks": "\n".join(lines),
+        "begins_with_bos": begins_with(tokenizer.get("post_processor"), facts["bos"]),
+    }
+
+
+def check_bpe(tokenizer, model):
+    """Raise UserError for a tokenizer.json that is not byte-level BPE as tiktoken does it."""
+    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+        raise UserError(f"tokenizer.json: model {model['type']}: must be byte-level BPE")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise UserError(f"tokenizer.json: {name}={model[name]!r:.50}: must be none")
+    normalizer = (tokenizer.get("normalizer") or {}).get("type")
+    if normalizer not in (None, "NFC"):
+        raise UserError(f"tokenizer.json: normalizer {normalizer}: must be NFC or none")
+    lacking = byte_of_letters().keys() - model["vocab"].keys()
+    if lacking and model.get("unk_token") is not None:
+        raise UserError(
+            f"tokenizer.json: unk_token={model['unk_token']!r:.50}: must be none, because the "
+            f"vocabulary lacks {len(lacking)} bytes"
+        )
+
+
+def check_ids(vocab, added, size):
+    """Raise UserError unless every token has an id of its own below `size`."""
+    tokens = vocab | added
+    for text, i in tokens.items():
+        if type(i) is not int or i < 0:
+            raise UserError(f"tokenizer.json: {text!r:.50} has the id {i!r:.50}: must be a number")
+    count = 1 + max(tokens.values())
+    if count > size:
+        raise UserError(f"tokenizer.json: the tokenizer has {count} tokens, the model {size}")
+    if len(set(tokens.values())) < len(tokens) or any(
+        vocab.get(a, i) != i for a, i in added.items()
+    ):
+        raise UserError("tokenizer.json: two tokens have one id, or one has two")
+
+
+def check_added(folder, added):
+    """Raise UserError if the tokenizer_config.json has tokens that tokenizer.json does not."""
+    path = folder / "tokenizer_config.json"
+    config = read_json(path)
+    listed = [*(config.get("added_tokens_decoder") or {}).values()]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = config.get(name) or []
+        listed += tokens.values() if isinstance(tokens, dict) else tokens
+    for token in listed:
+        text = token["content"] if isinstance(token, dict) else token
+        if text not in added:
+            raise UserError(
+                f"{path}: token {text!r:.50}: must be one of tokenizer.json's added_tokens"
+            )
+
+
+def begins_with(processor, bos):
+    """Return whether a post_processor puts BOS before a text. Raises UserError for other tokens."""
+    processor = processor or {"type": "ByteLevel"}
+    if processor["type"] == "Sequence":
+        return any([begins_with(step, bos) for step in processor["processors"]])
+    if processor["type"] == "ByteLevel":  # has to do with places in the text alone
+        return False
+    texts = []
+    if processor["type"] == "TemplateProcessing":
+        parts = itertools.chain(*(step.values() for step in processor["single"]))
+        texts = [part["id"] for part in parts]
+    if texts in (["A"], [bos, "A"]):
+        return len(texts) == 2
+    raise UserError(
+        f"tokenizer.json: post_processor {processor['type']} {texts}: must put nothing but BOS, "
+        f"{bos!r}, before a text, and nothing behind it"
+    )
+
+
+def rank_line(content, i):
+    """Return the line of a rank file for a piece, bytes, and its id."""
+    return f"{base64.b64encode(content).decode()} {i}"
+
+
+def rank_lines(ids, merges, ignore_merges):
+    """Return the lines of a rank file, of the pieces that tiktoken may have. See hf_tokenizer."""
+    letters = byte_of_letters()
+    lines = []
+    known = {*ids, *letters}  # tiktoken has all bytes, see BytePairEncoder
+    for piece, i in ids.items():
+        if len(piece) > 1024 or not piece or set(piece) - letters.keys():
+            raise UserError(f"tokenizer.json: piece {piece!r:.50}: must be of 1 to 1024 bytes")
+        if merge_letters(piece, merges) != [piece]:
+            if not ignore_merges:
+                continue
+            splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+            if any(a in known and b in known and (a, b) not in merges for a, b in splits):
+                raise UserError(f"tokenizer.json: merges: must have every split of {piece!r}")
+        lines.append(rank_line(bytes(letters[letter] for letter in piece), i))
+    return lines
+
+
+def merge_letters(text, merges):
+    """Return the parts of a text after byte-pair merges; merges: pair of parts -> place in order."""
+    parts = list(text)
+    while len(parts) > 1:
+        pairs = list(itertools.pairwise(parts))
+        first = min(pairs, key=lambda pair: merges.get(pair, math.inf))
+        if first not in merges:
+            break
+        place = pairs.index(first)
+        parts[place : place + 2] = ["".join(first)]
+    return parts
+
+
+def probe_split(split):
+    """Raise UserError if the split of a tokenizer.json loses text: tiktoken drops what it leaves."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    bpe = tiktoken.Encoding("probe", pat_str=split, mergeable_ranks=ranks, special_tokens={})
+    probe = "".join(map(chr, range(1, 0x500)))
+    probe += " a  b\n\n c\t\r\n d \u3000\u65e5\u672c \U0001f642 e\u0301  "
+    if bytes(bpe.encode_ordinary(probe)) != probe.encode():
+        raise UserError("tokenizer.json: pre_tokenizer: its Regex must match every part of a text")
+
+
+def hf_chat(folder, added):
+    """Return the facts of a folder about texts and conversations. Raises UserError.
+
+    added: the text of an added token -> its id. Returned are BOS, which is <|endoftext|> if there is
+    none, the ids that end an answer, the names in chat templates, and templates if there are some.
+    """
+    path = folder / "tokenizer_config.json"
+    config = read_json(path)
+    names = {}
+    for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"):
+        token = config.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            names[f"{kind}_token"] = token
+            if not isinstance(token, str):
+                raise UserError(f"{path}: {kind}_token={token!r:.50}: must be a text")
+    bos = names.get("bos_token", "<|endoftext|>")
+    if bos not in added:
+        raise UserError(
+            f"{path}: bos_token {bos!r:.50}: must be one of tokenizer.json's added_tokens"
+        )
+    stop = [added[bos], added.get(names.get("eos_token"), added[bos])]
+    for name in ("config.json", "generation_config.json"):
+        ids = read_json(folder / name).get("eos_token_id")
+        ids = [ids] if ids is None or isinstance(ids, int) else ids
+        if not isinstance(ids, list) or not all(type(i) in (int, type(None)) for i in ids):
+            raise UserError(
+                f"{folder / name}: eos_token_id={ids!r:.50}: must be an id or a list of them"
+            )
+        stop += [i for i in ids if i is not None]
+    facts = {"bos": bos, "bos_id": added[bos], "names": names, "stop": sorted(set(stop))}
+    return facts | hf_templates(folder, config)
+
+
+def hf_templates(folder, config):
+    """Return the facts of a folder about chat templates. Raises UserError for one without use.
+
+    As in transformers, chat_template.jinja counts before the tokenizer_config.json, and of several
+    by name the one called tool_use is for conversations with tools.
+    """
+    path = folder / "chat_template.jinja"
+    templates = config.get("chat_template") or {}
+    if isinstance(templates, list):
+        listed = map(dict, templates)
+        templates = {str(entry.get("name")): entry.get("template") for entry in listed}
+    elif templates:
+        templates = {"default": templates}
+    if path.is_file():
+        templates = {"default": path.read_text(encoding="utf-8")}
+        for more in sorted(folder.glob("additional_chat_templates/*.jinja")):
+            templates[more.stem] = more.read_text(encoding="utf-8")
+    facts = {"unused_templates": sorted(templates.keys() - {"default", "tool_use"})}
+    if not templates:
+        return facts
+    if not all(isinstance(text, str) for text in templates.values()) or "default" not in templates:
+        raise UserError(
+            f"{folder}: chat_template: must be a text, or several with one named default"
+        )
+    facts["template"] = templates["default"]
+    if "tool_use" in templates:
+        facts["tool_template"] = templates["tool_use"]
+    return facts
+
+
+def read_hf_tokenizer(folder, path, vocab_size):
+    """Return the Tokenizer of TOKENIZER_PATH, else of tokenizer.model, else of tokenizer.json."""
+    if not path and not (folder / "tokenizer.model").is_file():
+        if not (folder / "tokenizer.json").is_file():
+            raise UserError(
+                f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
+            )
+        return hf_tokenizer(folder, vocab_size)
+    path = path or str(folder / "tokenizer.model")
+    if path != "bytes" and not (Path(path).is_file() and path.endswith(".model")):
+        raise UserError(f"TOKENIZER_PATH={path!r}: must be a SentencePiece .model file, or bytes")
+    tokenizer = read_tokenizer(path, {})
+    if vocab_size - tokenizer.vocab_size not in (0, 4):  # with or without roles
+        raise UserError(
+            f"TOKENIZER_PATH={path!r}: has {tokenizer.vocab_size} tokens; must have the model's "
+            f"{vocab_size}"
+        )
+    return tokenizer
+
+
+def import_(args):
+    """Read a model of transformers into a run folder: config.json, safetensors, tokenizer."""
+    shape = read_hf_shape(args.folder)
+    check_hf_headers(args.folder, shape)
+    tokenizer = read_hf_tokenizer(args.folder, given_tokenizer(), shape["vocab_size"])
+    shape["bos_id"] = tokenizer.bos_id
+    if tokenizer.file == "imported.tiktoken":
+        # Models have some more rows than tokens. An id without a token must not be drawn.
+        shape["vocab_size"] = tokenizer.vocab_size
+    network = GPT(GPTConfig(**shape))
+    read_hf_tensors(args.folder, network)
+    args.out.mkdir(parents=True)
+    if tokenizer.file != "bytes":
+        replace_file(args.out / tokenizer.file, tokenizer.content)
+    header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
+    tensors = network.state_dict()
+    files = {
+        "model.pt": functools.partial(torch.save, tensors),
+        "coded.pt": functools.partial(torch.save, {}),  # no tensor has codes
+        "meta.json": json.dumps({"shape": asdict(network.config), "header": header}).encode(),
+    }
+    write_folder(args.out / "step_000000", files)
+    print(f"{args.out}: {len(tensors)} tensors")
+    report_import(args.folder, tokenizer)
+
+
+def export(args):
+    """Write a folder for transformers: a model, or with --adapters its LoRA adapters, for PEFT.
+
+    With --like FOLDER the model has the form of that, from which it was imported.
+    """
+    load_safetensors()  # or a UserError, before anything is read
+    source = read_weights(args.model, args.weights)
+    network = rebuild(source)
+    if args.adapters:
+        if args.like:
+            raise UserError("--adapters: they are for INIT_FROM; must be without --like")
+        files = adapter_files(source, network)
+    elif args.like:
+        files = like_files(args.like, source, network)
+    else:
+        files = own_files(source, network)
+    write_folder(args.out, files)
+    print(f"{args.out}: {len(files)} files")
+
+
+def json_bytes(value):
+    """Return the content of a JSON file."""
+    return json.dumps(value, indent=2).encode()
+
+
+def save_safetensors(state):
+    """Return a function that writes tensors to a safetensors file."""
+    return lambda path: load_safetensors().torch.save_file(state, path, {"format": "pt"})
+
+
+def own_files(source, network):
+    """Return the files of a model in float32, by name.
+
+    The tokenizer comes with its code, and so does a network that transformers has no class for.
+    An answer ends where those of sample.py end: at the stop tokens of an imported model, or at the
+    BOS of the next document and at <|end|>.
+    """
+    tokenizer = find_tokenizer(source, given_tokenizer())
+    has_added_roles = source.shape["vocab_size"] > tokenizer.vocab_size
+    if has_added_roles:
+        tokenizer = with_roles(tokenizer)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(stop_ids(tokenizer))}
+    try:
+        config = hf_config(network.config)
+        # Copies, because safetensors takes no views.
+        state = {name: view.contiguous().clone() for name, view in hf_views(network).items()}
+    except UserError as error:
+        print(f"{error}; it loads this model with trust_remote_code=True")
+        config = REMOTE_CLASSES | {
+            "architectures": ["UnderparForCausalLM"],
+            "model_type": "underpar",
+            "shape": source.shape,
+        }
+        state = remote_names(source.tensors)
+    generation = ids | {"pad_token_id": ids["eos_token_id"][0]}
+    tokenizer_config = REMOTE_CLASSES | chat_facts(tokenizer, has_added_roles)
+    return {
+        "model.safetensors": save_safetensors(state),
+        "config.json": json_bytes(config | ids | {"dtype": "float32"}),
+        "generation_config.json": json_bytes(generation),
+        "tokenizer_config.json": json_bytes(tokenizer_config),
+        tokenizer.file: tokenizer.content,
+        "modeling_underpar.py": read_tool("modeling_underpar.py"),
+    }
+
+
+def remote_names(tensors):
+    """Return the tensors of a network by the names that they have in modeling_underpar.py."""
+    names = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    return {names.get(name, f"model.network.{name}"): w for name, w in tensors.items()}
+
+
+def read_tool(name):
+    """Return the content of a file of the folder tools, which an export copies. Raises UserError."""
+    path = Path(__file__).parent / "tools" / name
+    if not path.is_file():
+        raise UserError(
+            f"{path}: no such file; an export has a copy of it, so take the folder tools from the "
+            "repository along with this script"
+        )
+    return path.read_bytes()
+
+
+def chat_facts(tokenizer, has_added_roles):
+    """Return the entries of tokenizer_config.json about conversations.
+
+    The chat template is the imported model's, or one that writes conversations as these scripts do.
+    A tokenizer without role tokens has none.
+    """
+    facts = {"has_added_roles": has_added_roles}
+    template = tokenizer.facts.get("template")
+    if tokenizer.roles:
+        # The layout of asked_ids, as a template of transformers.
+        template = read_tool("chat_template.jinja").decode()
+    return facts | {"chat_template": template} if template else facts
+
+
+def like_files(folder, source, network):
+    """Return the files of a model in the form of the folder that it was imported from, by name.
+
+    Names and dtypes of tensors, those that the network does not have, rows without a token, and
+    all files but the weights are the folder's. Raises UserError if it is another model's.
+    """
+    path = folder / "config.json"
+    shape = read_hf_shape(folder)
+    config = read_json(path)
+    for name, value in shape.items():
+        actual = source.shape.get(name)
+        # Training and the tokenizer may change some fields.
+        if actual != value and name not in ("vocab_size", "bos_id", "train_seq_len", "context"):
+            raise UserError(f"{path}: has {name}={value!r}, {source.path} {actual!r}")
+    files = {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if file.is_file() and not HF_WEIGHTS.fullmatch(file.name)
+    }
+    views = hf_views(network)
+    state = {}
+    for tensor in hf_headers(folder):
+        w = tensor.read()
+        view = views.pop(tensor.name, None)
+        if tensor.name == "lm_head.weight" and network.head is None:
+            view = network.embed
+        if view is not None:
+            # Behind the network's rows stand those of ids without a token.
+            w = torch.cat([view.to(w.dtype), w[len(view) :]])
+        state[tensor.key] = w
+    if views:
+        raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
+    text = config.get("text_config", config)
+    count = len(network.embed)
+    if count > text["vocab_size"]:
+        text["vocab_size"] = count
+        files["config.json"] = json_bytes(config)
+    if count > find_tokenizer(source, "").vocab_size:
+        print(
+            f"the four ids before {count} are <|system|>, <|user|>, <|assistant|> and <|end|>, which "
+            f"the tokenizer of {folder} does not have"
+        )
+    return files | {"model.safetensors": save_safetensors(state)}
+
+
+def adapter_files(source, network):
+    """Return PEFT's files of a run's LoRA adapters, by name, for the model that it began with.
+
+    Raises UserError if there are none, or if the run changed another tensor than their matrices.
+    """
+    inputs = {}  # A by the place of B's numbers in memory, where views of B have theirs too
+    for name, param in network.named_parameters():
+        module, _, matrix = name.rpartition(".")
+        adapter = f"{module}.parametrizations.{matrix}.0.lora_"
+        if f"{adapter}b" in source.unmerged:
+            param.data = source.unmerged[f"{adapter}b"]  # so that the views are of it
+            inputs[param.untyped_storage().data_ptr()] = source.unmerged[f"{adapter}a"]
+    if not inputs:
+        raise UserError(f"{source.path}: has no adapters; LORA_RANK trains them")
+    state = {}
+    for name, b in hf_views(network).items():
+        a = inputs.get(b.untyped_storage().data_ptr())
+        if a is not None:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            state[f"{module}.lora_A.weight"] = a.clone()
+            state[f"{module}.lora_B.weight"] = b.clone()
+    path = Path(source.run["init_from"])
+    packed = path / "model.upar"
+    base = read_weights(packed if packed.is_file() else path, "raw")
+    for name, w in base.tensors.items():
+        frozen = source.unmerged.get(name, w)  # may be bfloat16
+        if not torch.equal(w.to(frozen), frozen):
+            raise UserError(f"{source.path}: {name} has changed or grown; adapters cannot hold it")
+    print(f"adapters for {base.path}")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": source.run["lora_rank"],
+        "lora_alpha": source.run["lora_alpha"],
+        "target_modules": sorted({name.split(".")[-3] for name in state}),
+    }
+    return {
+        "adapter_model.safetensors": save_safetensors(state),
+        "adapter_config.json": json_bytes(config),
+    }
+
+
+# -------------------------------------------------------------------------------------------- main
+def given_tokenizer():
+    """Return the tokenizer's file that the environment names, or ""."""
+    return os.path.expanduser(os.environ.get("TOKENIZER_PATH", ""))
+
+
+def fail_usage(message):
+    """Raise a mistake in the command line, which argparse would print in several lines."""
+    raise UserError(f"{message}; convert.py --help says more")
+
+
+def make_parser():
+    """Return the parser of the command line. What it returns has the command's function as `run`."""
+    parser = argparse.ArgumentParser(
+        prog="convert.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = fail_usage
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for run, source in ((import_, "folder"), (export, "model")):
+        name = run.__name__.rstrip("_")  # import is a word of Python
+        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        command.error = fail_usage
+        command.set_defaults(run=run)
+        command.add_argument(source, metavar=source.upper(), type=Path)
+        command.add_argument("out", metavar="OUT", type=Path)
+    command.add_argument("--like", type=Path, help="folder of transformers, whose form it gets")
+    command.add_argument("--adapters", action="store_true", help="LoRA adapters alone, for PEFT")
+    command.add_argument(
+        "--weights", choices=AVERAGES, help="of a checkpoint (those that its run chose)"
+    )
+    return parser
+
+
+def main():
+    """Run one command and return the exit code."""
+    args = make_parser().parse_args()
+    if args.run is import_:  # often the first run of a clone
+        args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    if args.out.exists() or not args.out.absolute().parent.is_dir():
+        raise UserError(f"OUT {str(args.out)!r}: exists already, or its folder does not")
+    args.run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
