@@ -6426,6 +6426,7 @@ def score_end(run, trainer, exam, samples):
 
 # === shared: environment ===
 STEP_SECONDS = 5.0  # that a method of an environment may take
+HUNG_CALLS = 10  # that take longer, less a tenth of the others: no more calls are made then
 LETTERS = 512  # of a token, at most; texts with more are not tokenized to be cut
 HELD_OUT_SEED = 1 << 62  # conversations with this seed and the next ones score the policy
 
@@ -6434,7 +6435,8 @@ def load_environment(spec):
     """Return the class that ENVIRONMENT=file.py:Class names. Raises UserError."""
     kind = "file.py:Class of a class with methods reset and step"
     environment = from_file("ENVIRONMENT", spec, kind)
-    if not (hasattr(environment, "reset") and hasattr(environment, "step")):
+    methods = [getattr(environment, name, None) for name in ("reset", "step")]
+    if not (isinstance(environment, type) and all(map(callable, methods))):
         raise UserError(f"ENVIRONMENT={spec!r}: must be {kind}")
     return environment
 
@@ -6461,20 +6463,32 @@ def find_problems(settings, check=prompt_turns, log=print):
     return train, choice, held_out
 
 
-@contextlib.contextmanager
-def time_limit(seconds):
-    """A block that raises TimeoutError if it takes longer; it must be in the main thread."""
+def call_within(seconds, function, *arguments):
+    """Return what a function returns. Raises TimeoutError if it takes longer.
 
-    def end(number, frame):
-        raise TimeoutError(f"took more than {seconds} s")
+    It must be called in the main thread. Code of a user may catch the error and go on: then it comes
+    again until it is not caught, and what such code returns does not count.
+    """
+    running = [True]
 
-    previous = signal.signal(signal.SIGALRM, end)
+    def interrupt(number, frame):
+        if running:
+            signal.setitimer(signal.ITIMER_REAL, 1e-5)
+            if frame.f_globals is not globals():  # the script's own code cleans up
+                raise TimeoutError(f"took more than {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    begin = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
+        returned = function(*arguments)
     finally:
+        running.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+    if time.monotonic() - begin > seconds:
+        raise TimeoutError(f"took more than {seconds} s")
+    return returned
 
 
 def observation_ids(tokenizer, text):
@@ -6490,11 +6504,14 @@ def observation_ids(tokenizer, text):
 
 class Episode(Answer):
     """A conversation with an environment: an object with `reset(seed)`, which returns the prompt, and
-    `step(text)`, which returns what it says to an answer, the reward, and whether it is over.
+    `step(text)`, which returns what it says to an answer, the reward, and whether it is over. Both may
+    be async.
 
     An environment must not end a run. After a fault the episode is over. Training leaves it out;
     held-out scores count the rewards that it has.
     """
+
+    hung = 0.0  # calls of all episodes, see HUNG_CALLS
 
     def __init__(self, environment, seed, tokenizer, settings, room=math.inf):
         super().__init__(query=seed)
@@ -6518,18 +6535,23 @@ class Episode(Answer):
 
     def call(self, function, *arguments):
         """Return what a function of the environment returns; None if it has a fault."""
+        if Episode.hung > HUNG_CALLS:
+            self.fault = self.fault or f"it took more than {STEP_SECONDS} s too often to be called"
+            return None
         try:
-            with time_limit(STEP_SECONDS):
-                return function(*arguments)
+            returned = call_within(STEP_SECONDS, function, *arguments)
+            Episode.hung = max(0.0, Episode.hung - 0.1)
+            return returned
         except BaseException as error:  # whatever it raises, sys.exit too, the run goes on
             if is_interrupt(error):
                 raise
+            Episode.hung += isinstance(error, TimeoutError)
             self.fault = self.fault or str(file_fault("it", error))
             return None
 
     def reset(self, seed):
         """Return the ids of the prompt. Raises TypeError, ValueError."""
-        text = self.environment.reset(seed)
+        text = awaited(self.environment.reset(seed))
         if not isinstance(text, str):
             raise TypeError(f"reset returned {reprlib.repr(text)}, which is no text")
         ids = []
@@ -6545,9 +6567,15 @@ class Episode(Answer):
 
     def step(self, text):
         """Return the ids that follow an answer; none at the end. Raises TypeError, ValueError."""
-        observation, reward, self.done = self.environment.step(text)
-        if not math.isfinite(reward):
-            raise ValueError(f"step returned the reward {reward}")
+        returned = awaited(self.environment.step(text))
+        if not (isinstance(returned, (tuple, list)) and len(returned) == 3):
+            raise TypeError(
+                f"step returned {reprlib.repr(returned)}; must be a text, a reward, and whether it is over"
+            )
+        observation, reward, done = returned
+        if reward is None or isinstance(reward, str) or not abs(reward) < 1e15:
+            raise ValueError(f"step returned the reward {reprlib.repr(reward)}; must be below 1e15")
+        self.done = bool(done)
         if not (self.done or isinstance(observation, str)):
             raise TypeError(f"step returned {reprlib.repr(observation)}, which is no text")
         self.earned.append(float(reward))

@@ -1,5 +1,7 @@
 """Section environment: conversations with an environment, tokens, rewards and faults; the guide's examples."""
 
+import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -7,6 +9,7 @@ import random
 import statistics
 import sys
 import time
+from decimal import Decimal
 from types import SimpleNamespace
 
 import pytest
@@ -240,26 +243,82 @@ class Faulty(Counting):
             return self.step(text)
         if self.bad and self.kind == "half a surrogate":
             return "\ud800", 0.0, False
+        if self.bad and self.kind == "KeyboardInterrupt":
+            raise KeyboardInterrupt
+        if self.bad and self.kind == "surrogate in a message":
+            raise RuntimeError("\ud800")
         if self.bad and self.kind == "hangs":
             time.sleep(20)
+        if self.bad and self.kind == "time-out swallowed":
+            try:
+                time.sleep(20)
+            except BaseException:
+                return "", 1.0, True
+        while self.bad and self.kind == "time-out swallowed for ever":
+            try:
+                time.sleep(20)
+            except BaseException:
+                pass
+        if self.bad and self.kind == "async that hangs":
+            return hangs()
+        if self.bad and self.kind == "async sys.exit":
+            return leaves()
+        if self.bad and self.kind in RETURNED:
+            return RETURNED[self.kind]
         observation, reward, done = super().step(text)
-        if self.bad and self.kind == "nan":
-            return observation, math.nan, done
-        if self.bad and self.kind == "two values":
-            return observation, reward
-        if self.bad and self.kind == "no observation":
-            return None, reward, False
         return observation, reward, done
 
 
+async def hangs():
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(20)
+
+
+async def leaves():
+    sys.exit(0)
+
+
+# What step returns -> what the fault says.
+RETURNED = {
+    "nan": ("", math.nan, False),
+    "infinite": ("", Decimal("inf"), False),
+    "huge": ("", 10**400, False),
+    "no reward": ("", None, True),
+    "text as reward": ("", "1.0", True),
+    "two values": ("", 1.0),
+    "five values of Gymnasium": ("", 1.0, True, False, {}),
+    "dict": {"observation": "", "reward": 1.0, "done": True},
+    "text": "abc",
+    "nothing": None,
+    "no observation": (None, 1.0, False),
+    "list": (["a"], 1.0, False),
+    "array": ("", torch.zeros(2), False),
+}
 KINDS = {
+    "nan": "step returned the reward nan; must be below 1e15",
+    "infinite": "step returned the reward Decimal('Infinity'); must be below 1e15",
+    "huge": "step returned the reward 1000",
+    "no reward": "step returned the reward None; must be below 1e15",
+    "text as reward": "step returned the reward '1.0'; must be below 1e15",
+    "two values": "step returned ('', 1.0); must be a text, a reward, and whether it is over",
+    "five values of Gymnasium": "step returned ('', 1.0, True, False, {}); must be a text",
+    "dict": "step returned {'done': True, 'observation': '', 'reward': 1.0}; must be a text",
+    "text": "step returned 'abc'; must be a text, a reward",
+    "nothing": "step returned None; must be a text, a reward",
+    "no observation": "step returned None, which is no text",
+    "list": "step returned ['a'], which is no text",
+    "array": "RuntimeError: Boolean value of Tensor",
+    "KeyboardInterrupt": "KeyboardInterrupt",
+    "surrogate in a message": "RuntimeError: \ud800",
+    "time-out swallowed": "took more than 0.3 s",
+    "time-out swallowed for ever": "took more than 0.3 s",
+    "async that hangs": "took more than 0.3 s",
+    "async sys.exit": "SystemExit: 0",
     "reset raises": "no game",
     "no text": "reset returned 7, which is no text",
     "step raises": "broken",
     "hangs": "took more than 0.3 s",
-    "nan": "step returned the reward nan",
-    "two values": "values to unpack",
-    "no observation": "step returned None, which is no text",
     "sys.exit": "SystemExit: 0",
     "recursion": "RecursionError",
     "half a surrogate": "",
@@ -272,8 +331,10 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_environment_with_a_fault_does_not_end_a_run(monkeypatch, kind):
     """Its episodes are counted, and nothing of them is learned. If a tenth have one, the run ends."""
-    if kind == "hangs":
+    if "0.3 s" in KINDS[kind]:
         monkeypatch.setattr(G, "STEP_SECONDS", 0.3)
+    monkeypatch.setattr(G.Episode, "hung", 0.0)
+    monkeypatch.setattr(G, "is_interrupt", lambda error: False)  # as under a StopSignal
     monkeypatch.setattr(Faulty, "kind", kind)
     own = trainer(G, Faulty)
     logged = []
@@ -297,6 +358,46 @@ def test_an_environment_with_a_fault_does_not_end_a_run(monkeypatch, kind):
     monkeypatch.setattr(Faulty, "kind", "step raises")
     with pytest.raises(G.UserError, match="of the episodes have a fault, at most 10% may"):
         own.train_step(queries)
+
+
+def test_an_environment_that_always_hangs_is_no_longer_called(monkeypatch):
+    """After ten calls, so that first scores of thousands of answers end soon."""
+    monkeypatch.setattr(G, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(G.Episode, "hung", 0.0)
+
+    class Hangs(Counting):
+        def step(self, text):
+            Hangs.calls += 1
+            time.sleep(9)
+
+    Hangs.calls = 0
+    own = trainer(G, Hangs)
+    answers = first_answers(own, range(10))
+    assert 9 <= Hangs.calls <= 11 and all(answer.fault for answer in answers)
+    assert answers[-1].fault == "it took more than 0.1 s too often to be called"
+    # One in twenty is not too often.
+    G.Episode.hung = 0.0
+    episode = G.Episode(Counting, 1, BYTES, G.Settings())
+    for number in range(200):
+        episode.fault = ""
+        episode.call(time.sleep, 0.15 if number % 20 == 0 else 0)
+        assert ("too often" in episode.fault) is False and G.Episode.hung < 2
+
+
+@both
+def test_an_async_environment_is_a_plain_one(M):
+    class Async(Counting):
+        async def reset(self, seed):
+            await asyncio.sleep(0)
+            return Counting.reset(self, seed)
+
+        async def step(self, text):
+            await asyncio.sleep(0)
+            return Counting.step(self, text)
+
+    plain, other = [first_answers(trainer(M, kind), range(3)) for kind in (Counting, Async)]
+    assert [one.ids for one in plain] == [one.ids for one in other]
+    assert [one.earned for one in plain] == [one.earned for one in other] and plain[0].earned
 
 
 def test_a_dropped_episode_has_the_mean_of_its_group():
@@ -361,8 +462,12 @@ def test_an_environment_of_one_turn_is_a_reward_function(M):
 @both
 def test_what_environment_must_be(M, tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("class Half:\n    def reset(self, seed): return ''\n")
-    for spec in ("x", f"{path}:Half", f"{path}:Other", f"{tmp_path}/no.py:Half"):
+    path.write_text(
+        "class Half:\n    def reset(self, seed): return ''\n"
+        "class Whole(Half):\n    def step(self, text): return '', 0, True\nwhole = Whole()\n"
+    )
+    assert M.load_environment(f"{path}:Whole")().step("") == ("", 0, True)
+    for spec in ("x", f"{path}:Half", f"{path}:Other", f"{tmp_path}/no.py:Half", f"{path}:whole"):
         with pytest.raises(
             M.UserError, match="must be file.py:Class of a class with methods reset"
         ):
