@@ -48,6 +48,7 @@ import difflib
 import faulthandler
 import functools
 import gc
+import gzip
 import hashlib
 import importlib.util
 import inspect
@@ -69,6 +70,7 @@ import threading
 import time
 import traceback
 import unicodedata
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
@@ -1343,35 +1345,208 @@ def stop_pattern(tokenizer):
 
 
 # === end: stops ===
+# === shared: reader ===
+UNPACKED_BYTES = 1 << 26  # and 200 times a file's size: so much a packed file may unpack to
 
 
-# === shared: prompt ===
-def asked_ids(tokenizer, turns):
-    """Return the ids of turns (see chat_text) up to where an answer of the assistant begins.
+class RowError(UserError):
+    """What is wrong with a row of data, in the same few words for all rows with this fault."""
 
-    Without role tokens and chat template the turns are lines.
+
+@dataclass
+class RowReport:
+    """What became of the rows of a file: what the log and result.json have of it."""
+
+    path: str
+    used: collections.Counter = field(default_factory=collections.Counter)  # by format
+    left_out: dict = field(default_factory=dict)  # fault -> numbers of the rows that have it
+    notes: collections.Counter = field(default_factory=collections.Counter)  # by (kind, name)
+    twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
+
+    def leave_out(self, number, fault):
+        """Take note of a row that is not used."""
+        self.left_out.setdefault(fault, []).append(number)
+
+    def unused(self):
+        """Return kind -> name -> number of rows, of what was not used in rows that are."""
+        unused = {}
+        for (kind, name), count in self.notes.items():
+            unused.setdefault(kind, {})[name] = count
+        return unused
+
+    def facts(self):
+        """Return what result.json has: reason -> number of rows."""
+        left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
+        facts = {"used": dict(self.used), "left_out": left_out, "twice": len(self.twice)}
+        return facts | self.unused()
+
+    def __str__(self):
+        """Return the log's line."""
+        count = self.used.total() + sum(map(len, self.left_out.values()))
+        used = ", ".join(f"{number} {name}" for name, number in self.used.items()) or "none"
+        left_out = [f"{fault}: {len(rows)} {places(rows)}" for fault, rows in self.left_out.items()]
+        parts = [f"{self.path}: {count} rows, used {used}"]
+        parts.append(f"left out {'; '.join(left_out) or 'none'}")
+        for kind, counts in self.unused().items():
+            parts.append(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.items())}")
+        if self.twice:
+            parts.append(f"{len(self.twice)} stand twice {places(self.twice)}")
+        return "data: " + "; ".join(parts)
+
+
+def places(numbers):
+    """Return the numbers of rows as text: the first three."""
+    if len(numbers) == 1:
+        return f"(the first is row {numbers[0]})"
+    return f"(the first are rows {', '.join(map(str, numbers[:3]))})"
+
+
+def weighted_files(name, text):
+    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
+    files = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part).groups()
+        if path in files or not float(weight or 1):
+            raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
+        files[path] = float(weight or 1)
+    return files
+
+
+def listed_files(name, text):
+    """Return the files of a setting's FILE,FILE. Raises UserError if one has a weight."""
+    files = weighted_files(name, text)
+    if {*files.values()} - {1.0}:
+        raise UserError(f"{name}={text!r}: has weights, which are not read here; must be FILE,FILE")
+    return [*files]
+
+
+def read_file(path):
+    """Return the bytes of a file, decompressed if its name ends in .zst or .gz. Raises UserError."""
+    try:
+        with open(path, "rb") as file:
+            most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
+            if path.endswith(".zst"):
+                decompressor = zstandard.ZstdDecompressor()
+                stream = decompressor.stream_reader(file, read_across_frames=True)
+            elif path.endswith(".gz"):
+                stream = gzip.GzipFile(fileobj=file)
+            else:
+                return file.read()
+            content = stream.read(most + 1)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
+    if len(content) > most:
+        raise UserError(f"{path}: unpacks to more than {most} bytes; must be less, or not packed")
+    return content
+
+
+def parse_line(line):
+    """Return what a line of JSON says. Raises RowError."""
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError:
+        raise RowError("invalid UTF-8") from None
+    except (ValueError, RecursionError):
+        raise RowError("no JSON") from None
+
+
+def without_nulls(value):
+    """Return a value of a table without null fields: a struct there has the fields of all of them.
+
+    Dates and the like are texts.
     """
-    if "template" in tokenizer.facts:
-        return tokenizer.encode_marked(chat_text(tokenizer, turns, True))
-    ids = begin_ids(tokenizer)
-    if not tokenizer.roles:
-        return ids + tokenizer.encode("".join(f"{text}\n" for _, text, *_ in turns))
-    for role, text, *_ in turns:
-        ids += [tokenizer.roles[role], *tokenizer.encode(text), tokenizer.roles["<|end|>"]]
-    return [*ids, tokenizer.roles["<|assistant|>"]]
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    is_json = value is None or isinstance(value, int | float | str)
+    return value if is_json else str(value)
 
 
-# === end: prompt ===
+def table_rows(path):
+    """Return the rows of a Parquet file. Raises UserError."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"{path}: Parquet needs pyarrow: pip install pyarrow")
+    import pyarrow.parquet
+
+    try:
+        return without_nulls(pyarrow.parquet.read_table(path).to_pylist())
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
 
 
-# === shared: chat ===
+def file_rows(path):
+    """Return the rows of a file: the lines of JSON lines, the items of one JSON list, one object, or
+    the rows of .parquet. .gz and .zst are unpacked. Raises UserError.
+    """
+    if not Path(path).exists():
+        raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
+    if Path(path).is_dir():
+        raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
+    if path.endswith(".parquet"):
+        return table_rows(path)
+    # Some editors put a mark, of three bytes, before UTF-8.
+    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
+    with contextlib.suppress(ValueError, RecursionError):  # of JSON lines, after the first
+        value = json.loads(content)
+        return value if isinstance(value, list) else [value]
+    return content.rstrip().splitlines()
+
+
+def parse_rows(path, rows, parse):
+    """Return a RowReport and what `parse` makes of rows, by number, and which may be dicts or lines.
+
+    parse: a function of a row, and a set that gets (kind, name) of what it does not use, to its
+    format and an item; it raises RowError. The report counts malformed rows by fault. Blank lines
+    are skipped.
+    """
+    report = RowReport(path)
+    items = {}  # number -> (format, item)
+    known = set()  # hashes of rows
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, bytes) and not row.strip():
+            continue
+        notes = set()
+        try:
+            digest = hash(row if isinstance(row, bytes) else repr(row))
+            if isinstance(row, bytes):
+                row = parse_line(row)
+            if not isinstance(row, dict):
+                raise RowError("no JSON object")
+            items[number] = parse(row, notes)
+        except UserError as error:  # a chat template refuses some conversations
+            report.leave_out(number, str(error))
+            continue
+        if digest in known:
+            report.twice.append(number)
+        known.add(digest)
+        report.notes.update(sorted(notes))
+    return report, items
+
+
+def finish_rows(report, items, log):
+    """Return the items of parse_rows that are left, without their formats; log the report.
+
+    Raises UserError if there are none.
+    """
+    report.used.update(name for name, _ in items.values())
+    report.twice = [number for number in report.twice if number in items]
+    if not items:
+        raise UserError(f"{str(report).removeprefix('data: ')}; must hold one usable row at least")
+    log(report)
+    return [item for _, item in items.values()]
+
+
+# === end: reader ===
+# === shared: turns ===
 # What data sets call the roles. Without a template a model reads what a tool says like a user's turn.
 TOOL_ROLES = "tool function observation ipython tool_response function_response".split()
+CALL_ROLES = ("function_call", "tool_call")
 ROLES = {
     **dict.fromkeys(("system", "developer"), "<|system|>"),
     **dict.fromkeys(("user", "human", "prompter", *TOOL_ROLES), "<|user|>"),
     **dict.fromkeys("assistant gpt chatgpt model bot chatbot ai".split(), "<|assistant|>"),
-    **dict.fromkeys(("function_call", "tool_call"), "<|assistant|>"),
+    **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
 MEDIA = "image images image_url audio audios video videos".split()
@@ -1381,10 +1556,10 @@ LOSSES = (
     "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
     "system system_prompt history context documents"
 ).split()
-
-
-class RowError(Exception):
-    """What is wrong with a row of data, in the same few words for all rows with this fault."""
+CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
+# Names of the field that asks, in this order.
+QUESTIONS = ("prompt", "question", "problem", "instruction", "query", *CONVERSATIONS)
+QUESTIONS += ("input", "context")
 
 
 def checked_text(text):
@@ -1469,8 +1644,9 @@ def joined_parts(parts):
         if not isinstance(part, dict):
             raise RowError("a part of a content is no text")
         kind = str(part.get("type", "text"))
+        kind = kind.removeprefix("input_").removeprefix("output_")  # of OpenAI's Responses
         if kind not in texts:
-            raise RowError(f"part of type {kind!r:.30}, which is not written")
+            raise RowError(f"part of type {part['type']!r:.30}, which is not written")
         texts[kind] += text_of(part, kind)
     return texts["text"], texts["thinking"]
 
@@ -1519,10 +1695,14 @@ def message_turn(message, notes):
     if role is None:
         raise RowError(f"unknown role {name!r:.30}")
     refuse_media(given)
+    content = message.get("content", message.get("value"))
+    if name.strip().lower() in CALL_ROLES:  # of ShareGPT: the text is a call
+        with contextlib.suppress(RowError):
+            given["tool_calls"] = parsed_list({"tool_calls": content}, "tool_calls")
+            content = None
     calls = tool_calls(given)
     thought_name = next((name for name in THOUGHTS if given.get(name)), THOUGHTS[0])
     thoughts = text_of(given, thought_name) if given.get(thought_name) else ""
-    content = message.get("content", message.get("value"))
     if isinstance(content, list):
         content, more_thoughts = joined_parts(content)
         thoughts += more_thoughts
@@ -1557,9 +1737,12 @@ def listed_turns(row, name, notes):
 
 
 def field_turns(row, role, notes, *names):
-    """Return the turns in the first of these fields: a list of messages, or a text, a turn of `role`."""
+    """Return the turns in the first of these fields: messages, or a text, which is a turn of `role`."""
     name = next((name for name in names if row.get(name) is not None), None)
-    if isinstance(row.get(name), list):
+    value = row.get(name)
+    if isinstance(value, dict) and {"role", "from"} & {*value}:
+        return [message_turn(value, notes)]
+    if isinstance(value, list) or name in CONVERSATIONS:
         return listed_turns(row, name, notes)
     return [(role, text_of(row, *names))]
 
@@ -1571,15 +1754,8 @@ def tools_turn(tools):
 
 
 def leading_turns(row, turns):
-    """Return the turns of a row behind those of its fields `tools` and `system`. Raises RowError.
-
-    A row that is not to be learned is refused.
-    """
+    """Return the turns of a row behind those of its fields `tools` and `system`. Raises RowError."""
     refuse_media(row)
-    if is_unlearned(row):
-        raise RowError("weight 0, or train or loss false")
-    if row.get("label") is False:  # of KTO
-        raise RowError("label false: an answer that is not to be learned")
     for name in ("system", "system_prompt"):
         if row.get(name):
             turn = ("<|system|>", text_of(row, name))
@@ -1594,6 +1770,43 @@ def leading_turns(row, turns):
     return turns
 
 
+def history_turns(row, notes):
+    """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise RowError("field 'history' is no list")
+    if history and isinstance(history[0], dict):
+        return listed_turns(row, "history", notes)
+    turns = []
+    for pair in history:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError("field 'history' is no list of pairs")
+        texts = dict(zip(("question", "answer"), pair, strict=True))
+        turns += [
+            ("<|user|>", text_of(texts, "question")),
+            ("<|assistant|>", text_of(texts, "answer")),
+        ]
+    return turns
+
+
+def question_turns(row, notes):
+    """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
+
+    The question is messages, or a text, behind which those of `input` and `context` stand.
+    """
+    question = next((name for name in QUESTIONS if name in row), "prompt")
+    turns = field_turns(row, "<|user|>", notes, question)
+    used = [question, "history"]
+    if question not in CONVERSATIONS and not isinstance(row[question], list | dict):
+        more = [name for name in ("input", "context") if row.get(name) and name != question]
+        texts = [text_of(row, name) for name in (question, *more)]
+        turns = [("<|user|>", "\n\n".join(filter(None, texts)))]
+        used += more
+    return [*history_turns(row, notes), *turns], used
+
+
+# === end: turns ===
+# === shared: forms ===
 def without(turn, *names):
     """Return a turn without these fields of its message."""
     message = dict(*turn[2:])
@@ -1653,6 +1866,8 @@ def templated_turns(tokenizer, turns):
     Templates differ in what they want of a message without text, as the arguments of a call, and as
     the role of a tool's result: the first form counts that loses none of them.
     """
+    if not any(fields for _, _, *fields in turns):
+        return turns
     written = []
     for form in itertools.product(("", None), (False, True), ("tool", "user")):
         formed = [turn_form(turn, *form) for turn in turns]
@@ -1704,6 +1919,39 @@ def fitted_turns(tokenizer, turns, notes):
     return turns
 
 
+# === end: forms ===
+
+
+# === shared: prompt ===
+def asked_ids(tokenizer, turns):
+    """Return the ids of turns (see chat_text) up to where an answer of the assistant begins.
+
+    Without role tokens and chat template the turns are lines.
+    """
+    if "template" in tokenizer.facts:
+        return tokenizer.encode_marked(
+            chat_text(tokenizer, templated_turns(tokenizer, turns), True)
+        )
+    ids = begin_ids(tokenizer)
+    if not tokenizer.roles:
+        return ids + tokenizer.encode("".join(f"{text}\n" for _, text, *_ in turns))
+    for role, text, *_ in turns:
+        ids += [tokenizer.roles[role], *tokenizer.encode(text), tokenizer.roles["<|end|>"]]
+    return [*ids, tokenizer.roles["<|assistant|>"]]
+
+
+# === end: prompt ===
+# === shared: chat ===
+def refuse_unlearned(row):
+    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
+    if is_unlearned(row):
+        raise RowError("weight 0, or train or loss false")
+    if row.get("label") is False:  # of KTO
+        raise RowError("label false: an answer that is not to be learned")
+    if "completions" in row and "labels" in row:
+        raise RowError("completions with labels (process supervision), which no script reads")
+
+
 def check_answer(tokenizer, turns, text):
     """Raise RowError if the template's text of turns lacks a part of their answer, the last turn."""
     *before, answer = turns
@@ -1742,145 +1990,48 @@ def answered_text(tokenizer, turns):
     return text[: stop.end()], len(prompt)
 
 
-UNPACKED_BYTES = 1 << 26  # and 200 times a file's size: so much a .zst may unpack to
-
-
-def read_file(path):
-    """Return the bytes of a file, decompressed if its name ends in .zst. Raises UserError."""
-    try:
-        with open(path, "rb") as file:
-            if not path.endswith(".zst"):
-                return file.read()
-            most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
-            decompressor = zstandard.ZstdDecompressor()
-            content = decompressor.stream_reader(file, read_across_frames=True).read(most + 1)
-    except (OSError, zstandard.ZstdError) as error:
-        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
-    if len(content) > most:
-        raise UserError(f"{path}: unpacks to more than {most} bytes; must be less, or not packed")
-    return content
-
-
-def parse_line(line):
-    """Return what a line of JSON says. Raises RowError."""
-    try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError:
-        raise RowError("invalid UTF-8") from None
-    except (ValueError, RecursionError):
-        raise RowError("no JSON") from None
-
-
-def array_lines(content):
-    """Return the items of a JSON list, the bytes of each; what is no JSON to its end is one more."""
-    text = content.decode(errors="surrogateescape")
-    # Numbers stay texts, because Python refuses to convert those of 5,000 digits.
-    decoder = json.JSONDecoder(parse_int=str)
-    gap = re.compile(r"[\s,]*")
-    lines = []
-    place = gap.match(text, text.index("[") + 1).end()
-    while place < len(text) and text[place] != "]":
-        try:
-            _, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            end = len(text)
-        lines.append(text[place:end].encode(errors="surrogateescape"))
-        place = gap.match(text, end).end()
-    return lines
-
-
-def places(numbers):
-    """Return the numbers of rows as text: the first three."""
-    if len(numbers) == 1:
-        return f"(the first is row {numbers[0]})"
-    return f"(the first are rows {', '.join(map(str, numbers[:3]))})"
-
-
-def describe_rows(path, count, used, faults, twice, notes):
-    """Return the log's line of rows: how many were used, left out and not used as a whole."""
-    used = ", ".join(f"{number} {name}" for name, number in used.items()) or "none"
-    left_out = [f"{fault}: {len(rows)} {places(rows)}" for fault, rows in faults.items()]
-    parts = [f"{path}: {count} rows, used {used}; left out {'; '.join(left_out) or 'none'}"]
-    for kind in ("not used", "not written", "not learned"):
-        fields = [f"{name} {number}" for (one, name), number in notes.items() if one == kind]
-        if fields:
-            parts.append(f"{kind}: {', '.join(fields)}")
-    columns = [name for kind, name in notes if kind == "columns not read"]
-    if columns:
-        parts.append(f"columns not read: {', '.join(columns)}")
-    if twice:
-        parts.append(f"{len(twice)} stand twice {places(twice)}")
-    return "; ".join(parts)
-
-
-def parse_rows(path, rows, parse, log):
-    """Return what `parse` makes of rows: dicts, or lines of JSON. Blank lines are skipped.
-
-    parse: function from a row, and a set that gets (kind, name) of what it does not use, to its
-    format and an item; it raises RowError. Malformed rows are left out, and the log counts them by
-    fault. Raises UserError if no row is usable.
-    """
-    items = []
-    formats = collections.Counter()
-    faults = {}  # fault -> numbers of the rows that have it
-    notes = collections.Counter()
-    known = set()  # hashes of rows
-    twice = []  # numbers of rows that are equal to an earlier one
-    count = 0
-    for number, row in enumerate(rows, 1):
-        if isinstance(row, bytes) and not row.strip():
-            continue
-        count += 1
-        row_notes = set()
-        try:
-            digest = hash(row if isinstance(row, bytes) else repr(row))
-            if isinstance(row, bytes):
-                row = parse_line(row)
-            if not isinstance(row, dict):
-                raise RowError("no JSON object")
-            name, item = parse(row, row_notes)
-        except (RowError, UserError) as error:  # a chat template refuses some conversations
-            faults.setdefault(str(error), []).append(number)
-            continue
-        if digest in known:
-            twice.append(number)
-        known.add(digest)
-        formats[name] += 1
-        notes.update(sorted(row_notes))
-        items.append(item)
-    report = describe_rows(path, count, formats, faults, twice, notes)
-    if not items:
-        raise UserError(f"{report}; must hold one usable row at least")
-    log(f"data: {report}")
-    return items
-
-
 def read_rows(path, parse, log):
-    """Return parse_rows of a file: JSON lines, or one JSON list, maybe .zst. Raises UserError."""
-    # Some editors put a mark, of three bytes, before UTF-8.
-    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    rows = content.rstrip().splitlines()
-    begin = content.lstrip()[:100]
-    # A line that is a list is no row: of `["text"]` and the like the lines are counted.
-    if re.match(rb"\[\s*[{\]]", begin) or begin.rstrip() == b"[":
-        rows = array_lines(content)
-    return parse_rows(path, rows, parse, log)
+    """Return what `parse` makes of the rows of a file, see parse_rows. Raises UserError."""
+    return finish_rows(*parse_rows(path, file_rows(path), parse), log)
 
 
 # === end: chat ===
-
-
 # === shared: preferences ===
-def row_pair(row, notes):
-    """Return the format of a row and (turns before the answers, chosen turn, rejected turn).
+def spoken_turns(text):
+    """Return a text of HH-RLHF, in which Human: and Assistant: begin turns, as messages."""
+    parts = re.split(r"\n\n(Human|Assistant):", text)
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return [
+        {"role": role.replace("Human", "user"), "content": said.strip()} for role, said in pairs
+    ]
 
-    The row has `prompt`, `chosen` and `rejected`, each a text or a list of messages; without
-    `prompt`, two conversations with the same turns before the last. Raises RowError.
+
+def pair_fields(row):
+    """Return a row with the fields `prompt`, `chosen` and `rejected` in place of other forms of pairs.
+
+    These are OpenAI's names, HH-RLHF's texts, and texts without a prompt: as in TRL it is what both
+    begin with. Raises RowError.
     """
-    row = {name: value for name, value in row.items() if value is not None}
-    before = field_turns(row, "<|user|>", notes, "prompt") if "prompt" in row else []
-    chosen = field_turns(row, "<|assistant|>", notes, "chosen")
-    rejected = field_turns(row, "<|assistant|>", notes, "rejected")
+    if isinstance(row.get("input"), dict) and "preferred_output" in row:
+        names = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
+        row = {names.get(name, name): value for name, value in row.items()}
+        row |= row.pop("input")
+    if not {"label", "labels"}.isdisjoint(row) and "chosen" not in row:
+        raise RowError("answers with labels, which no script reads; must be chosen and rejected")
+    texts = [row.get(name) for name in ("chosen", "rejected")]
+    has_prompt = not {*QUESTIONS, *CONVERSATIONS}.isdisjoint(row)
+    if has_prompt or not all(isinstance(text, str) for text in texts):
+        return row
+    if all(text.startswith("\n\nHuman:") for text in texts):
+        chosen, rejected = map(spoken_turns, texts)
+        return {**row, "chosen": chosen, "rejected": rejected}
+    prompt = os.path.commonprefix(texts).removesuffix(" ")
+    chosen, rejected = [text.removeprefix(prompt) for text in texts]
+    return {**row, "prompt": prompt or None, "chosen": chosen, "rejected": rejected}
+
+
+def checked_pair(chosen, rejected):
+    """Return the turns before two answers, and these. Raises RowError."""
     for turns in (chosen, rejected):
         if not turns or turns[-1][0] != "<|assistant|>":
             raise RowError("chosen or rejected does not end with the assistant's turn")
@@ -1893,20 +2044,40 @@ def row_pair(row, notes):
         raise RowError("chosen and rejected differ before their last turn")
     if chosen == rejected:
         raise RowError("identical chosen and rejected")
-    if chosen[: len(before)] == before:  # some data sets repeat the prompt
+    return chosen[:-1], chosen[-1], rejected[-1]
+
+
+def row_pair(row, notes):
+    """Return the format of a row and (turns before the answers, chosen turn, rejected turn).
+
+    The row has a question, see question_turns, and `chosen` and `rejected`, each a text or messages,
+    or it is one of pair_fields. Without a question these are conversations with the same turns
+    before the last. Raises RowError.
+    """
+    row = {name: value for name, value in row.items() if value is not None}
+    row = pair_fields(row)
+    refuse_unlearned(row)
+    before = []
+    used = ["chosen", "rejected", "margin", "system", "system_prompt", "tools", "functions"]
+    if not {*QUESTIONS}.isdisjoint(row):
+        before, fields = question_turns(row, notes)
+        used += fields
+    chosen = field_turns(row, "<|assistant|>", notes, "chosen")
+    rejected = field_turns(row, "<|assistant|>", notes, "rejected")
+    more, chosen, rejected = checked_pair(chosen, rejected)
+    if [*more, chosen][: len(before)] == before:  # some data sets repeat the prompt
         before = []
-    before += chosen[:-1]
+    before += more
     if not before:
         raise RowError("missing field 'prompt'")
-    known = "prompt chosen rejected margin system system_prompt tools functions".split()
-    note_fields(row, known, "", notes)
-    prompt = row.get("prompt")
+    note_fields(row, used, "", notes)
+    prompt = row.get(next((name for name in QUESTIONS if name in row), None))
     is_text = isinstance(prompt, str)
     # Perhaps the answers are texts that repeat it; perhaps these are its next words, as of `1` and `12`.
-    if is_text and all(turn[1].startswith(prompt) for turn in (chosen[-1], rejected[-1])):
+    if is_text and all(turn[1].startswith(prompt) for turn in (chosen, rejected)):
         notes.add(("not used", "a prompt with which chosen and rejected begin, too"))
     name = "prompt/chosen/rejected" if is_text else "messages"
-    return name, (leading_turns(row, before), chosen[-1], rejected[-1])
+    return name, (leading_turns(row, before), chosen, rejected)
 
 
 def answer_ids(tokenizer, before, answer):
@@ -4947,17 +5118,6 @@ def refuse_long(turns, tokens):
         raise RowError(f"more than TRAIN_SEQ_LEN={tokens} tokens")
 
 
-def weighted_files(name, text):
-    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
-    files = {}
-    for part in filter(None, text.split(",")):
-        path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part.strip()).groups()
-        if path in files or not float(weight or 1):
-            raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
-        files[path] = float(weight or 1)
-    return files
-
-
 def read_examples(settings, parse, log):
     """Return Examples of TRAIN_FILES and VAL_FILES; parse: see parse_rows.
 
@@ -4967,8 +5127,8 @@ def read_examples(settings, parse, log):
     weights = weighted_files("TRAIN_FILES", settings.train_files)
     files = [read_rows(path, parse, log) for path in weights]
     held_out = []
-    for path in filter(None, settings.val_files.split(",")):
-        held_out += read_rows(path.strip(), parse, log)
+    for path in listed_files("VAL_FILES", settings.val_files):
+        held_out += read_rows(path, parse, log)
     held_out_keys = {example.key for example in held_out}
     train = []
     parts = []
@@ -5920,7 +6080,7 @@ def main():
     )
     log = run.log
     clock = run.clock
-    log("\n".join(notes))
+    log("\n".join(map(str, notes)))
 
     @functools.lru_cache(2)
     def epoch_order(epoch):
@@ -6056,6 +6216,7 @@ def main():
     log.metrics(run.step, held_out_metrics(summaries["after"]))
     log(score_table(summaries, summaries["before"]))
     facts |= {
+        "row_files": {note.path: note.facts() for note in notes if isinstance(note, RowReport)},
         **summaries,
         "init_from": source,
         "train_pairs": len(data.train),

@@ -28,7 +28,7 @@ Where to change what:
     another position                      rotation, rotate
     another optimizer                     make_optimizers
     another schedule, another phase       Plan, PHASE_STARTS
-    which problems a step reads           problem_rows, split_problems, problems_of_step
+    which problems a step reads           problem_of, split_problems, problems_of_step
     a new setting                         Settings; if a resumed run must keep it, IDENTITY
 Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
 """
@@ -54,6 +54,7 @@ import copy
 import difflib
 import faulthandler
 import functools
+import gzip
 import hashlib
 import importlib.util
 import inspect
@@ -77,6 +78,7 @@ import threading
 import time
 import traceback
 import unicodedata
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
@@ -1362,6 +1364,581 @@ def stop_pattern(tokenizer):
 
 
 # === end: stops ===
+# === shared: reader ===
+UNPACKED_BYTES = 1 << 26  # and 200 times a file's size: so much a packed file may unpack to
+
+
+class RowError(UserError):
+    """What is wrong with a row of data, in the same few words for all rows with this fault."""
+
+
+@dataclass
+class RowReport:
+    """What became of the rows of a file: what the log and result.json have of it."""
+
+    path: str
+    used: collections.Counter = field(default_factory=collections.Counter)  # by format
+    left_out: dict = field(default_factory=dict)  # fault -> numbers of the rows that have it
+    notes: collections.Counter = field(default_factory=collections.Counter)  # by (kind, name)
+    twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
+
+    def leave_out(self, number, fault):
+        """Take note of a row that is not used."""
+        self.left_out.setdefault(fault, []).append(number)
+
+    def unused(self):
+        """Return kind -> name -> number of rows, of what was not used in rows that are."""
+        unused = {}
+        for (kind, name), count in self.notes.items():
+            unused.setdefault(kind, {})[name] = count
+        return unused
+
+    def facts(self):
+        """Return what result.json has: reason -> number of rows."""
+        left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
+        facts = {"used": dict(self.used), "left_out": left_out, "twice": len(self.twice)}
+        return facts | self.unused()
+
+    def __str__(self):
+        """Return the log's line."""
+        count = self.used.total() + sum(map(len, self.left_out.values()))
+        used = ", ".join(f"{number} {name}" for name, number in self.used.items()) or "none"
+        left_out = [f"{fault}: {len(rows)} {places(rows)}" for fault, rows in self.left_out.items()]
+        parts = [f"{self.path}: {count} rows, used {used}"]
+        parts.append(f"left out {'; '.join(left_out) or 'none'}")
+        for kind, counts in self.unused().items():
+            parts.append(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.items())}")
+        if self.twice:
+            parts.append(f"{len(self.twice)} stand twice {places(self.twice)}")
+        return "data: " + "; ".join(parts)
+
+
+def places(numbers):
+    """Return the numbers of rows as text: the first three."""
+    if len(numbers) == 1:
+        return f"(the first is row {numbers[0]})"
+    return f"(the first are rows {', '.join(map(str, numbers[:3]))})"
+
+
+def weighted_files(name, text):
+    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
+    files = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part).groups()
+        if path in files or not float(weight or 1):
+            raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
+        files[path] = float(weight or 1)
+    return files
+
+
+def listed_files(name, text):
+    """Return the files of a setting's FILE,FILE. Raises UserError if one has a weight."""
+    files = weighted_files(name, text)
+    if {*files.values()} - {1.0}:
+        raise UserError(f"{name}={text!r}: has weights, which are not read here; must be FILE,FILE")
+    return [*files]
+
+
+def read_file(path):
+    """Return the bytes of a file, decompressed if its name ends in .zst or .gz. Raises UserError."""
+    try:
+        with open(path, "rb") as file:
+            most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
+            if path.endswith(".zst"):
+                decompressor = zstandard.ZstdDecompressor()
+                stream = decompressor.stream_reader(file, read_across_frames=True)
+            elif path.endswith(".gz"):
+                stream = gzip.GzipFile(fileobj=file)
+            else:
+                return file.read()
+            content = stream.read(most + 1)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
+    if len(content) > most:
+        raise UserError(f"{path}: unpacks to more than {most} bytes; must be less, or not packed")
+    return content
+
+
+def parse_line(line):
+    """Return what a line of JSON says. Raises RowError."""
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError:
+        raise RowError("invalid UTF-8") from None
+    except (ValueError, RecursionError):
+        raise RowError("no JSON") from None
+
+
+def without_nulls(value):
+    """Return a value of a table without null fields: a struct there has the fields of all of them.
+
+    Dates and the like are texts.
+    """
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    is_json = value is None or isinstance(value, int | float | str)
+    return value if is_json else str(value)
+
+
+def table_rows(path):
+    """Return the rows of a Parquet file. Raises UserError."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"{path}: Parquet needs pyarrow: pip install pyarrow")
+    import pyarrow.parquet
+
+    try:
+        return without_nulls(pyarrow.parquet.read_table(path).to_pylist())
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
+
+
+def file_rows(path):
+    """Return the rows of a file: the lines of JSON lines, the items of one JSON list, one object, or
+    the rows of .parquet. .gz and .zst are unpacked. Raises UserError.
+    """
+    if not Path(path).exists():
+        raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
+    if Path(path).is_dir():
+        raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
+    if path.endswith(".parquet"):
+        return table_rows(path)
+    # Some editors put a mark, of three bytes, before UTF-8.
+    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
+    with contextlib.suppress(ValueError, RecursionError):  # of JSON lines, after the first
+        value = json.loads(content)
+        return value if isinstance(value, list) else [value]
+    return content.rstrip().splitlines()
+
+
+def parse_rows(path, rows, parse):
+    """Return a RowReport and what `parse` makes of rows, by number, and which may be dicts or lines.
+
+    parse: a function of a row, and a set that gets (kind, name) of what it does not use, to its
+    format and an item; it raises RowError. The report counts malformed rows by fault. Blank lines
+    are skipped.
+    """
+    report = RowReport(path)
+    items = {}  # number -> (format, item)
+    known = set()  # hashes of rows
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, bytes) and not row.strip():
+            continue
+        notes = set()
+        try:
+            digest = hash(row if isinstance(row, bytes) else repr(row))
+            if isinstance(row, bytes):
+                row = parse_line(row)
+            if not isinstance(row, dict):
+                raise RowError("no JSON object")
+            items[number] = parse(row, notes)
+        except UserError as error:  # a chat template refuses some conversations
+            report.leave_out(number, str(error))
+            continue
+        if digest in known:
+            report.twice.append(number)
+        known.add(digest)
+        report.notes.update(sorted(notes))
+    return report, items
+
+
+def finish_rows(report, items, log):
+    """Return the items of parse_rows that are left, without their formats; log the report.
+
+    Raises UserError if there are none.
+    """
+    report.used.update(name for name, _ in items.values())
+    report.twice = [number for number in report.twice if number in items]
+    if not items:
+        raise UserError(f"{str(report).removeprefix('data: ')}; must hold one usable row at least")
+    log(report)
+    return [item for _, item in items.values()]
+
+
+# === end: reader ===
+# === shared: turns ===
+# What data sets call the roles. Without a template a model reads what a tool says like a user's turn.
+TOOL_ROLES = "tool function observation ipython tool_response function_response".split()
+CALL_ROLES = ("function_call", "tool_call")
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "<|system|>"),
+    **dict.fromkeys(("user", "human", "prompter", *TOOL_ROLES), "<|user|>"),
+    **dict.fromkeys("assistant gpt chatgpt model bot chatbot ai".split(), "<|assistant|>"),
+    **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
+}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
+MEDIA = "image images image_url audio audios video videos".split()
+# Fields of rows and messages that say something about the answer. Others (id, source) are columns.
+LOSSES = (
+    "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
+    "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
+    "system system_prompt history context documents"
+).split()
+CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
+# Names of the field that asks, in this order.
+QUESTIONS = ("prompt", "question", "problem", "instruction", "query", *CONVERSATIONS)
+QUESTIONS += ("input", "context")
+
+
+def checked_text(text):
+    """Return a text, which is Unicode. Raises RowError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError("half a surrogate pair, which is no Unicode") from None
+    return text
+
+
+def text_of(row, *names):
+    """Return the text in the first of these fields that a row has and that is not null.
+
+    A number is read as text. Raises RowError.
+    """
+    name = next((name for name in names if row.get(name) is not None), None)
+    if name is None:
+        raise RowError(f"missing field {' or '.join(map(repr, names))}")
+    value = row[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and abs(value) < math.inf:
+        value = json.dumps(value)
+    if not isinstance(value, str):
+        raise RowError(f"field {name!r} is no text")
+    return checked_text(value)
+
+
+def parsed_list(row, name):
+    """Return the list in a field; some data sets write it as JSON text. Raises RowError."""
+    value = row[name]
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RowError(f"field {name!r} is no list of {name}")
+    return value
+
+
+def json_text(value):
+    """Return a value as JSON text, for own layouts. Raises RowError."""
+    return checked_text(json.dumps(value, ensure_ascii=False))
+
+
+def is_unlearned(fields):
+    """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned."""
+    flags = [fields.get("weight"), fields.get("train")]
+    # Of a row, `loss` may be a number that somebody measured.
+    flags.append(fields["loss"] if isinstance(fields.get("loss"), bool) else None)
+    return any(str(flag).lower() in ("0", "0.0", "false") for flag in flags)
+
+
+def note_fields(fields, known, prefix, notes):
+    """Add to notes, (kind, name), the fields of a row or message that are not used."""
+    for name, value in fields.items():
+        if name in known or value in (None, "", [], {}):
+            continue
+        if name in ("weight", "label", "train", "loss") and value in (0, 1):
+            continue  # is_unlearned and leading_turns heed them
+        kind = "not used" if name in LOSSES else "columns not read"
+        notes.add((kind, prefix + str(name)))
+
+
+def refuse_media(fields):
+    """Raise RowError if a row, a message or a part of one has an image, a sound or a film."""
+    for name in MEDIA:
+        if fields.get(name):
+            raise RowError(f"field {name!r}: the model reads text only")
+
+
+def joined_parts(parts):
+    """Return the text of a message's content that is a list of parts, and its thoughts.
+
+    Texts are joined as they are. Raises RowError for other parts.
+    """
+    texts = {"text": "", "thinking": ""}
+    for part in parts:
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, dict):
+            raise RowError("a part of a content is no text")
+        kind = str(part.get("type", "text"))
+        kind = kind.removeprefix("input_").removeprefix("output_")  # of OpenAI's Responses
+        if kind not in texts:
+            raise RowError(f"part of type {part['type']!r:.30}, which is not written")
+        texts[kind] += text_of(part, kind)
+    return texts["text"], texts["thinking"]
+
+
+def tool_calls(message):
+    """Return the calls of a message as transformers has them, arguments parsed. Raises RowError."""
+    calls = []
+    for name in ("function_call", "tool_calls"):
+        if message.get(name):
+            calls += parsed_list(message, name)
+    nested = []
+    for call in calls:
+        if "function" not in call:
+            call = {"type": "function", "function": call}
+        function = call["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError("a tool call without a name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        nested.append({**call, "function": {**function, "arguments": arguments}})
+    return nested
+
+
+def own_text(content, thoughts, calls):
+    """Return a message as one text, the form of models without a chat template."""
+    lines = [content] if content else []
+    for call in calls:
+        function = call["function"]
+        said = {"name": function["name"], "arguments": function["arguments"]}
+        lines.append(f"<tool_call>{json_text(said)}</tool_call>")
+    text = "\n".join(lines)
+    return f"<think>\n{thoughts}\n</think>\n\n{text}" if thoughts else text
+
+
+def message_turn(message, notes):
+    """Return the turn of a message, (role token, text) and maybe the fields of chat_text.
+
+    The message has `role` and `content`, or `from` and `value`; null is as good as absent. Field
+    `train` is False if it is not learned. Raises RowError.
+    """
+    given = {name: value for name, value in message.items() if value not in (None, [], {})}
+    name = text_of(given, "role", "from")
+    role = ROLES.get(name.strip().lower())
+    if role is None:
+        raise RowError(f"unknown role {name!r:.30}")
+    refuse_media(given)
+    content = message.get("content", message.get("value"))
+    if name.strip().lower() in CALL_ROLES:  # of ShareGPT: the text is a call
+        with contextlib.suppress(RowError):
+            given["tool_calls"] = parsed_list({"tool_calls": content}, "tool_calls")
+            content = None
+    calls = tool_calls(given)
+    thought_name = next((name for name in THOUGHTS if given.get(name)), THOUGHTS[0])
+    thoughts = text_of(given, thought_name) if given.get(thought_name) else ""
+    if isinstance(content, list):
+        content, more_thoughts = joined_parts(content)
+        thoughts += more_thoughts
+    elif content is not None or not (calls or thoughts):
+        content = text_of(given, "content", "value")
+    fields = {}
+    if thoughts:  # which name a template knows them by differs
+        fields |= dict.fromkeys((thought_name, *THOUGHTS), thoughts)
+    if calls:
+        fields["tool_calls"] = calls
+    if name.strip().lower() in TOOL_ROLES:
+        fields["role"] = "tool"
+    if is_unlearned(given):
+        fields["train"] = False
+    elif given.get("weight", 1) != 1:
+        notes.add(("not used", "weight"))
+    read = ("role", "from", "content", "value", "weight", "train", "loss", "function_call")
+    fields |= {name: value for name, value in given.items() if name not in (*read, *fields)}
+    text = own_text(content, thoughts, calls)
+    return (role, text, {"content": content, **fields}) if fields else (role, text)
+
+
+def listed_turns(row, name, notes):
+    """Return the turns in a field, a list of messages. Raises RowError."""
+    messages = row[name]
+    if isinstance(messages, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            messages = json.loads(messages)
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise RowError(f"field {name!r} is no list of messages")
+    return [message_turn(message, notes) for message in messages]
+
+
+def field_turns(row, role, notes, *names):
+    """Return the turns in the first of these fields: messages, or a text, which is a turn of `role`."""
+    name = next((name for name in names if row.get(name) is not None), None)
+    value = row.get(name)
+    if isinstance(value, dict) and {"role", "from"} & {*value}:
+        return [message_turn(value, notes)]
+    if isinstance(value, list) or name in CONVERSATIONS:
+        return listed_turns(row, name, notes)
+    return [(role, text_of(row, *names))]
+
+
+def tools_turn(tools):
+    """Return the turn that lists tools; without a chat template it is one of the system."""
+    text = "\n".join(json_text(tool) for tool in tools)
+    return "<|system|>", f"<tools>\n{text}\n</tools>", {"role": "tools", "content": tools}
+
+
+def leading_turns(row, turns):
+    """Return the turns of a row behind those of its fields `tools` and `system`. Raises RowError."""
+    refuse_media(row)
+    for name in ("system", "system_prompt"):
+        if row.get(name):
+            turn = ("<|system|>", text_of(row, name))
+            turns = turns if turns[:1] == [turn] else [turn, *turns]
+            break
+    for name in ("tools", "functions"):
+        if row.get(name):
+            tools = parsed_list(row, name)
+            if name == "functions":
+                tools = [{"type": "function", "function": tool} for tool in tools]
+            return [tools_turn(tools), *turns]
+    return turns
+
+
+def history_turns(row, notes):
+    """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise RowError("field 'history' is no list")
+    if history and isinstance(history[0], dict):
+        return listed_turns(row, "history", notes)
+    turns = []
+    for pair in history:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError("field 'history' is no list of pairs")
+        texts = dict(zip(("question", "answer"), pair, strict=True))
+        turns += [
+            ("<|user|>", text_of(texts, "question")),
+            ("<|assistant|>", text_of(texts, "answer")),
+        ]
+    return turns
+
+
+def question_turns(row, notes):
+    """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
+
+    The question is messages, or a text, behind which those of `input` and `context` stand.
+    """
+    question = next((name for name in QUESTIONS if name in row), "prompt")
+    turns = field_turns(row, "<|user|>", notes, question)
+    used = [question, "history"]
+    if question not in CONVERSATIONS and not isinstance(row[question], list | dict):
+        more = [name for name in ("input", "context") if row.get(name) and name != question]
+        texts = [text_of(row, name) for name in (question, *more)]
+        turns = [("<|user|>", "\n\n".join(filter(None, texts)))]
+        used += more
+    return [*history_turns(row, notes), *turns], used
+
+
+# === end: turns ===
+# === shared: forms ===
+def without(turn, *names):
+    """Return a turn without these fields of its message."""
+    message = dict(*turn[2:])
+    if not message:
+        return turn
+    return *turn[:2], {name: value for name, value in message.items() if name not in names}
+
+
+def turn_form(turn, null, is_text, tool_role):
+    """Return a turn as some templates want it.
+
+    null: the content of a message that has none. is_text: whether arguments are JSON text.
+    tool_role: the role of a tool's result.
+    """
+    role, text, *fields = turn
+    if not fields:
+        return turn
+    message = dict(*fields)
+    if message["content"] is None:
+        message["content"] = null
+    if message.get("role") == "tool":
+        message["role"] = tool_role
+    calls = []
+    for call in message.get("tool_calls", []):
+        arguments = call["function"]["arguments"]
+        if is_text and not isinstance(arguments, str):
+            arguments = json_text(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    if calls:
+        message["tool_calls"] = calls
+    return role, text, message
+
+
+def writes(text, content):
+    """Return whether a template's text has a content, trimmed, or as JSON."""
+    return content.strip() in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+def is_rendered(text, turns):
+    """Return whether a template's text has all calls, none as Python writes it, and all their results."""
+    for _, content, *more in turns:
+        message = dict(*more)
+        if message.get("role") == "tool" and not writes(text, content):
+            return False
+        for call in message.get("tool_calls", []):
+            arguments = call["function"]["arguments"]
+            if arguments and not isinstance(arguments, str) and str(arguments) in text:
+                return False
+            if call["function"]["name"] not in text:
+                return False
+    return True
+
+
+def templated_turns(tokenizer, turns):
+    """Return turns in the form that the chat template of an imported model writes. Raises UserError.
+
+    Templates differ in what they want of a message without text, as the arguments of a call, and as
+    the role of a tool's result: the first form counts that loses none of them.
+    """
+    if not any(fields for _, _, *fields in turns):
+        return turns
+    written = []
+    for form in itertools.product(("", None), (False, True), ("tool", "user")):
+        formed = [turn_form(turn, *form) for turn in turns]
+        try:
+            text = chat_text(tokenizer, formed, False)
+        except UserError as error:
+            fault = error
+            continue
+        if is_rendered(text, turns):
+            return formed
+        written.append(formed)
+        if formed == turns:
+            break
+    if not written:
+        raise fault
+    return written[0]
+
+
+def fitted_turns(tokenizer, turns, notes):
+    """Return turns in the form that the tokenizer's layout has; notes get the fields that it lacks.
+
+    Raises UserError where a chat template refuses the conversation.
+    """
+    fields = {}
+    for _, _, *more in turns:
+        fields |= dict(*more)
+    names = [name for name in fields if name not in ("role", "content", "train", *THOUGHTS)]
+    if "template" not in tokenizer.facts or not turns[0][0]:
+        others = dict(fields)
+        note_fields(
+            others, ("role", "content", "train", "tool_calls", *THOUGHTS), "message.", notes
+        )
+        return turns
+    turns = templated_turns(tokenizer, turns)
+    text = chat_text(tokenizer, turns, False)
+    lost = []
+    for name in names:
+        if chat_text(tokenizer, [without(turn, name) for turn in turns], False) == text:
+            lost.append(name)
+    note_fields({name: fields[name] for name in lost}, ("tool_calls",), "message.", notes)
+    for role, content, *more in turns:
+        name = dict(*more).get("role", role.strip("<|>"))
+        if name == "tools":
+            rest = [turn for turn in turns if dict(*turn[2:]).get("role") != "tools"]
+            if chat_text(tokenizer, rest, False) == text:
+                notes.add(("not written", "tools"))
+        elif role != "<|assistant|>" and not writes(text, content):
+            notes.add(("not written", f"a turn of the {name}"))
+    return turns
+
+
+# === end: forms ===
 
 
 # === shared: prompt ===
@@ -1371,7 +1948,9 @@ def asked_ids(tokenizer, turns):
     Without role tokens and chat template the turns are lines.
     """
     if "template" in tokenizer.facts:
-        return tokenizer.encode_marked(chat_text(tokenizer, turns, True))
+        return tokenizer.encode_marked(
+            chat_text(tokenizer, templated_turns(tokenizer, turns), True)
+        )
     ids = begin_ids(tokenizer)
     if not tokenizer.roles:
         return ids + tokenizer.encode("".join(f"{text}\n" for _, text, *_ in turns))
@@ -1412,6 +1991,68 @@ def completion(tokenizer, prompt, ids):
 
 
 # === end: text ===
+# === shared: questions ===
+KEYS = ("answer", "solution", "ground_truth", "reference_answer")
+KEYS += ("completion", "response", "output", "continuation")
+
+
+def problem_of(row, notes):
+    """Return a problem: all columns of a row, with its `prompt`, a text or messages, and its `answer`,
+    a text or what the column has, or None.
+
+    The prompt is that of question_turns; of messages the last one may be the answer. Fields `system`
+    and `tools` stay columns, see query_turns. notes get (kind, name) of what is not used. Raises
+    RowError.
+    """
+    given = {name: value for name, value in row.items() if value is not None}
+    names = [name for name in KEYS if name in given]
+    answer = given[names[0]] if names else None
+    if isinstance(answer, int | float | str) and not isinstance(answer, bool):
+        answer = text_of(given, names[0])
+    turns, used = question_turns(given, notes)
+    if turns and turns[-1][0] == "<|assistant|>" and used[0] in CONVERSATIONS:
+        *turns, (_, text, *_) = turns
+        answer = answer or text
+    if not turns or turns[-1][0] != "<|user|>":
+        raise RowError(f"field {used[0]!r} does not end with a user's message")
+    if not turns[-1][1].strip():
+        raise RowError("blank prompt")
+    prompt = turns[0][1]
+    if len(turns) > 1 or isinstance(given[used[0]], list):
+        prompt = [turn_message(turn) for turn in turns]
+    problem = {**row, "prompt": prompt, "answer": answer}
+    query_turns(problem)
+    return problem
+
+
+def is_answered(problem):
+    """Return whether a problem has an answer that is not blank."""
+    return problem["answer"] is not None and bool(str(problem["answer"]).strip())
+
+
+def require_answer(problem):
+    """Raise RowError for a problem without an answer that is a text."""
+    if not is_answered(problem):
+        raise RowError("no answer")
+    if not isinstance(problem["answer"], str):
+        raise RowError("the answer is no text")
+
+
+def turn_message(turn):
+    """Return a turn as a message of OpenAI's form."""
+    role, text, *fields = turn
+    message = {"role": role.strip("<|>"), "content": text} | dict(*fields)
+    return {name: value for name, value in message.items() if name not in THOUGHTS[1:]}
+
+
+def query_turns(query):
+    """Return the turns of a query: a text, or a dict with `prompt`, a text or messages, and perhaps
+    `system` and `tools`. Raises RowError."""
+    row = query if isinstance(query, dict) else {"prompt": query}
+    return leading_turns(row, field_turns(row, "<|user|>", set(), "prompt"))
+
+
+# === end: questions ===
 
 
 # === shared: model ===
@@ -4814,79 +5455,6 @@ def exact_match(prompts, completions, answer):
     return marks
 
 
-def plain_text(row, *names):
-    """Return the text in the first of these columns that is not null, or None. Numbers are texts.
-
-    Raises RowError.
-    """
-    for name in names:
-        value = row.get(name)
-        if value is None:
-            continue
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = str(value)
-        if not isinstance(value, str):
-            raise RowError(f"field {name!r} is no text")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise RowError("half a surrogate pair, which is no Unicode") from None
-        return value
-    return None
-
-
-def plain_messages(name, messages):
-    """Return messages with a role and a text each, the last a user's. Raises RowError."""
-    plain = []
-    for message in messages:
-        if not isinstance(message, dict):
-            raise RowError(f"field {name!r} is no list of messages")
-        more = [key for key, value in message.items() if value is not None]
-        more = sorted({*more} - {"role", "content"})
-        if more:
-            raise RowError(f"a message has {', '.join(more)!r:.80}, which is not read in problems")
-        if message.get("role") not in ("system", "user", "assistant"):
-            raise RowError(f"unknown role {message.get('role')!r:.30}")
-        plain.append({"role": message["role"], "content": plain_text(message, "content") or ""})
-    if not plain or plain[-1]["role"] != "user":
-        raise RowError(f"field {name!r} does not end with a user's message")
-    return plain
-
-
-def problem_of(row):
-    """Return a problem: all columns of a row, with its `prompt`, a text or messages, and its `answer`,
-    a text or None.
-
-    The prompt is in `prompt`, `question` or `problem`, or `messages`, whose last one may be the
-    answer; the answer in `answer`, `solution` or `ground_truth`. Raises RowError.
-    """
-    answer = plain_text(row, "answer", "solution", "ground_truth")
-    names = [
-        name for name in ("prompt", "question", "problem", "messages") if row.get(name) is not None
-    ]
-    if not names:
-        raise RowError("no field 'prompt', 'question', 'problem' or 'messages'")
-    prompt = row[names[0]]
-    if isinstance(prompt, list):
-        last = prompt[-1] if prompt else None
-        if isinstance(last, dict) and last.get("role") == "assistant" and names[0] == "messages":
-            prompt = prompt[:-1]
-            answer = answer or plain_text(last, "content")
-        prompt = plain_messages(names[0], prompt)
-    else:
-        prompt = plain_text(row, names[0])
-    if not any(text.strip() for _, text in prompt_turns(prompt)):
-        raise RowError("blank prompt")
-    return {**row, "prompt": prompt, "answer": answer}
-
-
-def prompt_turns(prompt):
-    """Return the turns, (role token, text), of a prompt: a user's text, or messages."""
-    if isinstance(prompt, str):
-        return [("<|user|>", prompt)]
-    return [(f"<|{message['role']}|>", message["content"]) for message in prompt]
-
-
 def file_fault(prefix, error):
     """Return the RewardFault of an exception that a user's code raised."""
     frames = error.__traceback__
@@ -5210,81 +5778,36 @@ def is_right(answer, rewards):
 CHOICE_PROBLEMS = 256  # that choose between raw and averaged weights, at most
 
 
-class RowError(Exception):
-    """What is wrong with a row of data, in the same few words for all rows with this fault."""
+def read_problems(name, text, reward, check, log):
+    """Return key -> problem of a setting's files, see problem_of; of equal prompts the first row counts.
 
-
-def parse_line(line):
-    """Return the row, a dict, in a line of JSON, or in a row of a JSON list. Raises RowError."""
-    if isinstance(line, bytes):
-        if not line.strip():
-            raise RowError("blank line")
-        try:
-            line = json.loads(line.decode())
-        except UnicodeDecodeError:
-            raise RowError("invalid UTF-8") from None
-        except (ValueError, RecursionError):
-            raise RowError("no JSON") from None
-    if not isinstance(line, dict):
-        raise RowError("no JSON object")
-    return line
-
-
-def problem_rows(path):
-    """Return the lines of a file, or the rows of one JSON list. Raises UserError."""
-    try:
-        # Some editors put a mark, of three bytes, before UTF-8.
-        content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such file; data/tasks.py writes files of small tasks"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read; {error.strerror}") from None
-    if content.lstrip().startswith(b"["):
-        with contextlib.suppress(ValueError, RecursionError):  # else these are lines
-            return json.loads(content.decode())
-    return content.splitlines()
-
-
-def read_problems(paths, needs_answer, check, log):
-    """Return key -> problem of files FILE,FILE, see problem_of; of equal prompts the first row counts.
-
-    needs_answer: whether a row without an answer is left out; it is, too, where other rows of the
-    file have one. check: raises RowError for a prompt that cannot be used. Other rows are left out,
-    and the log counts them by fault.
+    reward: names of the functions; with `exact` a row without an answer is left out. It is, too, where other
+    rows of the file have one. check: gets a problem and a set of notes, see parse_rows; raises
+    RowError for a prompt that cannot be used.
     """
+    needs_answer = "exact" in [part.strip()[:5] for part in reward.split(",")]
     problems = {}
-    for path in filter(None, paths.split(",")):
-        lines = problem_rows(path)
-        rows = {}  # by number
-        faults = collections.defaultdict(list)  # fault -> numbers of the rows that have it
-        for number, line in enumerate(lines, 1):
-            try:
-                row = problem_of(parse_line(line))
-                check(row["prompt"])
-                rows[number] = row
-            except (RowError, UserError) as error:  # a chat template refuses some prompts
-                faults[str(error)].append(number)
-        unanswered = [number for number, row in rows.items() if not (row["answer"] or "").strip()]
-        if needs_answer or len(unanswered) < len(rows):
-            for number in unanswered:
-                del rows[number]
-                faults["no answer"].append(number)
-        count = len(problems)
-        for number, row in rows.items():
-            before = problems.setdefault(json.dumps(row["prompt"]), row)
-            if before is not row:
-                same = "the same" if before["answer"] == row["answer"] else "another"
-                faults[f"the prompt of an earlier row, with {same} answer"].append(number)
-        left_out = [
-            f"{fault}: {len(numbers)} (the first is row {numbers[0]})"
-            for fault, numbers in faults.items()
-        ]
-        log(
-            f"data: {path}: {len(lines)} rows, {len(problems) - count} problems; left out "
-            f"{'; '.join(left_out) or 'none'}"
-        )
+
+    def parse(row, notes):
+        problem = problem_of(row, notes)
+        check(problem, notes)
+        if needs_answer:
+            require_answer(problem)
+        return "problems", problem
+
+    for path in listed_files(name, text):
+        report, items = parse_rows(path, file_rows(path), parse)
+        unanswered = [number for number in items if not is_answered(items[number][1])]
+        for number in unanswered if len(unanswered) < len(items) else ():
+            del items[number]
+            report.leave_out(number, "no answer")
+        for number, (_, problem) in [*items.items()]:
+            before = problems.setdefault(json.dumps(query_turns(problem)), problem)
+            if before is not problem:
+                same = "the same" if before["answer"] == problem["answer"] else "another"
+                del items[number]
+                report.leave_out(number, f"the prompt of an earlier row, with {same} answer")
+        finish_rows(report, items, log)
     return problems
 
 
@@ -5297,11 +5820,13 @@ def room_check(settings, tokenizer, context):
         )
     longest = max(map(len, tokenizer.pieces))
 
-    def check(prompt):
-        turns = prompt_turns(prompt)
-        size = sum(len(text) for _, text in turns)
-        # A text of many megabytes is not tokenized: tokens have at most `longest` bytes.
-        if size > room * longest or len(asked_ids(tokenizer, turns)) > room:
+    def check(problem, notes):
+        turns = query_turns(problem)
+        size = sum(len(text) for _, text, *_ in turns)
+        is_long = size > room * longest  # a text of many megabytes is not tokenized
+        if not is_long:
+            is_long = len(asked_ids(tokenizer, fitted_turns(tokenizer, turns, notes))) > room
+        if is_long:
             raise RowError(
                 f"a prompt of more than {room} tokens, with MAX_NEW_TOKENS="
                 f"{settings.max_new_tokens} and the model's context of {context}"
@@ -5310,23 +5835,30 @@ def room_check(settings, tokenizer, context):
     return check
 
 
-def split_problems(settings, check=prompt_turns, log=print):
+def unchecked(problem, notes):
+    """Take any problem."""
+
+
+def split_problems(settings, check=unchecked, log=print):
     """Return the problems of TRAIN_FILES to train on and to choose between averages, and held-out ones.
 
     These are of VAL_FILES, whose prompts are left out of training, or else one prompt in ten, the
-    same ones as in train_sft.py. All have the same columns. check and log: see read_problems.
-    Raises UserError.
+    same ones as in train_sft.py. All have the same columns. check: see read_problems. log: function
+    of a line or of a RowReport. Raises UserError.
     """
-    reports = []
-    functions = f"{settings.reward},{settings.mark}".split(",")
-    needs_answer = "exact" in [part.strip()[:5] for part in functions]
-    held_out = read_problems(settings.val_files, needs_answer, check, reports.append)
+    lines = []
+
+    def note(report):
+        lines.append(str(report))
+        log(report)
+
+    reward = f"{settings.reward},{settings.mark}"
+    held_out = read_problems("VAL_FILES", settings.val_files, reward, check, note)
+    problems = read_problems("TRAIN_FILES", settings.train_files, reward, check, note)
     train = {}
     both = 0
-    for key, problem in read_problems(
-        settings.train_files, needs_answer, check, reports.append
-    ).items():
-        number = prompt_key(prompt_turns(problem["prompt"]))
+    for key, problem in problems.items():
+        number = prompt_key(query_turns(problem))
         if not settings.val_files and number % 10 == 0:
             held_out[key] = problem
         elif key in held_out:
@@ -5334,21 +5866,18 @@ def split_problems(settings, check=prompt_turns, log=print):
         else:
             train[key] = problem
     if both:
-        reports.append(f"data: {both} prompts of TRAIN_FILES are held out, in VAL_FILES")
+        log(f"data: {both} prompts of TRAIN_FILES are held out, in VAL_FILES")
     if not train or len(held_out) < 2:
-        reports = "; ".join(reports)
         raise UserError(
             f"TRAIN_FILES={settings.train_files!r}: {len(train)} problems to train on, "
             f"{len(held_out)} held out; must be 1 and 2 at least: add rows, or name others by "
-            f"VAL_FILES; {reports:.2000}"
+            f"VAL_FILES; {'; '.join(lines):.2000}"
         )
     columns = {}
     for problem in itertools.chain(train.values(), held_out.values()):
         columns.update(dict.fromkeys(problem))
     for name in columns.keys() & {"prompts", "completions"}:
-        reports.append(
-            f"data: column {name!r} does not reach REWARD, whose own argument has the name"
-        )
+        log(f"data: column {name!r} does not reach REWARD, whose own argument has the name")
     train = [{**columns, **problem} for problem in train.values()]
     held_out = [{**columns, **problem} for problem in held_out.values()]
     random.Random(settings.seed).shuffle(train)
@@ -5358,10 +5887,7 @@ def split_problems(settings, check=prompt_turns, log=print):
         choice = train[:count] or train
         train = train[count:]
     if len(held_out) > settings.eval_prompts:
-        reports.append(
-            f"data: of {len(held_out)} held-out problems the first {settings.eval_prompts} score"
-        )
-    log("\n".join(reports))
+        log(f"data: of {len(held_out)} held-out problems the first {settings.eval_prompts} score")
     return train, choice, held_out[: settings.eval_prompts]
 
 
@@ -5723,7 +6249,7 @@ class Answer(Sample):
 
     def asked(self):
         """Return the text of the prompt."""
-        return "\n".join(text for _, text in prompt_turns(prompt_of(self.query)))
+        return "\n".join(text for _, text, *_ in query_turns(self.query))
 
     def row(self, phase, step):
         """Return what samples.jsonl has of the answer."""
@@ -5760,12 +6286,7 @@ def prompt_of(query):
     Raises UserError.
     """
     prompt = query.get("prompt") if isinstance(query, dict) else query
-    try:
-        if isinstance(prompt, list):
-            return plain_messages("prompt", prompt)
-    except RowError as error:
-        raise UserError(f"prompts: {error}") from None
-    if not isinstance(prompt, str):
+    if not isinstance(prompt, str | list):
         raise UserError(
             f"prompts: must be strings, or dicts with a string `prompt`, not {query!r:.80}"
         )
@@ -6042,7 +6563,7 @@ class PolicyTrainer:
 
     def asked(self, query):
         """Return the ids of a query's prompt. Raises UserError if there is no room for an answer."""
-        prompt = asked_ids(self.tokenizer, prompt_turns(prompt_of(query)))
+        prompt = asked_ids(self.tokenizer, query_turns(query))
         length = self.settings.max_new_tokens
         context = self.network.config.train_seq_len
         if len(prompt) + length > context:
@@ -6434,7 +6955,7 @@ def load_environment(spec):
     return environment
 
 
-def find_problems(settings, check=prompt_turns, log=print):
+def find_problems(settings, check=unchecked, log=print):
     """Return the problems to train on and to choose between averages, and held-out ones.
 
     They are those of split_problems or, of an environment, seeds. Raises UserError.
@@ -7022,7 +7543,7 @@ def main():
         run.write_file(tokenizer.file, tokenizer.content)
     choose_kernels(settings.kernels, network, runtime, run.log)
     run.log(start_note(settings, network, tokenizer, source))
-    run.log("\n".join(reports))
+    run.log("\n".join(map(str, reports)))
     run.log(
         f"policy: {source}\nproblems: {len(problems)} to train on, "
         f"{len(choice)} to choose between averages, {len(held_out)} held out"
@@ -7124,6 +7645,7 @@ def main():
     facts = {
         "tokenizer_sha256": tokenizer.sha256,
         "init_from": source,
+        "row_files": {one.path: one.facts() for one in reports if isinstance(one, RowReport)},
         "params": count_parameters(network),
         "weights": chosen,
         **score_end(run, trainer, exam, samples),

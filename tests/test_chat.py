@@ -1,6 +1,7 @@
 """Rows to turns and pairs, malformed rows, ids of turns, grown vocabularies; sample.py's chat."""
 
 import functools
+import gzip
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import date
 
 import numpy as np
 import pytest
@@ -128,6 +130,21 @@ RICH = [  # a row; texts of its turns by roles in our layout; what the log says 
     ({"prompt": "u", "completion": "a", "rating": 4}, ["uu", "aa"], "not used: rating"),
     ({"messages": [U, A], "weight": 0.5}, ["uu", "aa"], "not used: weight"),
     ({"prompt": "u", "completion": "a", "label": True, "weight": 1}, ["uu", "aa"], ""),
+    ({"problem": "u", "solution": "a", "answer": 3}, ["uu", "aa"], "columns not read: answer"),
+    ({"context": "u", "continuation": "a"}, ["uu", "aa"], ""),
+    (
+        {
+            "conversations": [
+                {"from": "human", "value": "u"},
+                {"from": "function_call", "value": json.dumps(CALL["function"])},
+                {"from": "observation", "value": "o"},
+                {"from": "gpt", "value": "a"},
+            ]
+        },
+        ["uu", "a" + CALL_TEXT, "uo", "aa"],
+        "",
+    ),
+    ({"messages": [said([{"type": "input_text", "text": "u"}], "user"), A]}, ["uu", "aa"], ""),
     ({"messages": [U, A, U]}, ["uu", "aa", "uu"], "not learned: turns after the last answer"),
     ({"messages": [A]}, ["aa"], "not learned: no turn before the first answer"),
     ({"messages": [said("s", "developer"), said("u", "Human"), A]}, ["ss", "uu", "aa"], ""),
@@ -160,10 +177,10 @@ def test_what_a_row_has_is_written_or_named(row, turns, note):
     """Nothing is dropped in silence; fields that are null are none."""
     letters = {SYSTEM: "s", USER: "u", ASSISTANT: "a"}
     log = []
-    [found] = S.parse_rows("x", [{"weight": None, **row}], parse_fitted, log.append)
+    parts = S.parse_rows("x", [{"weight": None, **row}], parse_fitted)
+    [found] = S.finish_rows(*parts, log.append)
     assert [letters[role] + text for role, text, *_ in found] == turns
-    said_more = log[0].partition("; left out none")[2]
-    assert said_more == (note and f"; {note}{'' if note.startswith('columns') else ' 1'}")
+    assert str(log[0]).partition("; left out none")[2] == (note and f"; {note} 1")
 
 
 def parse_fitted(row, notes):
@@ -263,7 +280,7 @@ def test_mutated_rows_are_read_whole_or_left_out():
         line = json.dumps(row).encode()
         module = D if "chosen" in row else F
         try:
-            [item] = module.parse_rows("x", [line], parse, log.append)
+            [item] = module.finish_rows(*module.parse_rows("x", [line], parse), log.append)
         except module.UserError as error:
             assert "left out" in str(error) and "row 1" in str(error), line
             continue
@@ -271,12 +288,12 @@ def test_mutated_rows_are_read_whole_or_left_out():
             [value.flatten() for value in vars(item).values() if torch.is_tensor(value)]
         )
         text = bytes(token - 4 for token in ids.tolist() if 4 <= token < 260).decode()
-        named = {*re.findall(r"\w+", log[0])}
+        named = {*re.findall(r"\w+", str(log[0]))}
         row = {name: value for name, value in row.items() if name not in named}
         for name, value in leaves(row):
             skipped = {*"role from type id tools messages arguments".split(), *named}
             if name not in skipped and isinstance(value, str):
-                assert value in text, (line, name, log[0])
+                assert value in text, (line, name, str(log[0]))
 
 
 BOTH = {name: [U, said(name[0])] for name in ("chosen", "rejected")}
@@ -291,6 +308,34 @@ PREFERENCES = [
     (dict(prompt=[U, A, U], chosen="c", rejected="r"), "messages", LONG),
     (dict(prompt=[U], chosen=[said("c")], rejected="r"), "messages", LONG[:1]),
     (BOTH, "messages", LONG[:1]),
+    (dict(question="u", chosen="c", rejected="r"), "prompt/chosen/rejected", LONG[:1]),
+    (
+        {
+            "conversations": [{"from": "human", "value": "u"}],
+            "chosen": {"from": "gpt", "value": "c"},
+            "rejected": {"from": "gpt", "value": "r"},
+        },
+        "messages",
+        LONG[:1],
+    ),
+    (
+        {
+            "input": {"messages": [U], "parallel_tool_calls": True},
+            "preferred_output": [said("c")],
+            "non_preferred_output": [said("r")],
+        },
+        "messages",
+        LONG[:1],
+    ),
+    (
+        {
+            name: f"\n\nHuman: u\n\nAssistant: a\n\nHuman: u\n\nAssistant: {name[0]}"
+            for name in ("chosen", "rejected")
+        },
+        "messages",
+        LONG,
+    ),
+    (dict(chosen="u c", rejected="u r"), "prompt/chosen/rejected", LONG[:1]),
     # The prompt again, as UltraFeedback has it; and what goes on from it.
     (dict(BOTH, prompt="u"), "prompt/chosen/rejected", LONG[:1]),
     (dict(BOTH, prompt=[U, A]), "messages", LONG),
@@ -299,18 +344,25 @@ PREFERENCES = [
 
 @pytest.mark.parametrize(("row", "kind", "before"), PREFERENCES)
 def test_rows_become_pairs(row, kind, before):
-    assert S.row_pair(row, set()) == (kind, (before, (ASSISTANT, "c"), (ASSISTANT, "r")))
+    name, (turns, chosen, rejected) = S.row_pair(row, set())
+    assert (name, turns) == (kind, before)
+    assert [chosen[1].strip(), rejected[1].strip()] == ["c", "r"]
 
 
 # ---------------------------------------------------------------------------------------- malformed
 BAD_TURNS = {
-    "missing field 'output' or 'response' or 'completion' or 'answer'": [
+    "missing field " + " or ".join(map(repr, S.ANSWERS)): [
         b'{"instruction": "x"}',
         b'{"instruction": "x", "input": "y"}',
-    ],
-    "missing field 'completion' or 'response' or 'answer' or 'output'": [
         b'{"prompt": "x"}',
         b'{"prompt": "x", "completion": null}',
+    ],
+    "chosen and rejected, which train_dpo.py reads": [
+        b'{"prompt": "x", "chosen": "y", "rejected": "z"}',
+        b'{"chosen": "y", "rejected": "z"}',
+    ],
+    "completions with labels (process supervision), which no script reads": [
+        b'{"prompt": "x", "completions": ["y", "z"], "labels": [true, false]}'
     ],
     "missing field 'content' or 'value'": [b'{"messages": [{"role": "user"}]}'],
     "missing field 'role' or 'from'": [b'{"messages": [{"content": "x"}]}'],
@@ -342,6 +394,10 @@ BAD_TURNS = {
 }
 BAD_PAIRS = {
     "missing field 'chosen'": [b'{"prompt": "x", "rejected": "y"}'],
+    "answers with labels, which no script reads; must be chosen and rejected": [
+        b'{"prompt": "x", "completion": "y", "label": true}',
+        b'{"prompt": "x", "completions": ["y"], "labels": [true]}',
+    ],
     "missing field 'rejected'": [b'{"prompt": "x", "chosen": "y"}'],
     "missing field 'prompt'": [b'{"chosen": "x", "rejected": "y"}'],
     "field 'prompt' is no text": [b'{"prompt": {"a": 3}, "chosen": "x", "rejected": "y"}'],
@@ -394,7 +450,7 @@ def test_each_malformed_kind_is_counted_named_and_survived(parse, bad, good, tmp
     assert S.read_rows(str(path), parse, log.append) == [item] * count
     counts = f"{len(rows) - 1} rows, used {count} {kind}; left out {'; '.join(expected)}"
     counts += f"; {len(again)} stand twice (the first are rows {str(again[:3])[1:-1]})"
-    assert log == [f"data: {path}: {counts}"]
+    assert [*map(str, log)] == [f"data: {path}: {counts}"]
     for fault, lines in bad.items():  # each alone
         for line in lines:
             path.write_bytes(line)
@@ -411,6 +467,7 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path):
     rows = [{"prompt": f"p{i}", "completion": "größer 日本"} for i in range(5)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     listed = json.dumps(rows).encode()
+    mark = b"\xef\xbb\xbf"
     kinds = {
         "a.jsonl": lines,
         "b.json": json.dumps(rows, indent=1).encode(),
@@ -418,33 +475,65 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path):
         "d.jsonl.zst": zstandard.compress(lines),
         "e.json.zst": zstandard.compress(listed),
         "f.jsonl.zst": zstandard.compress(lines[:100]) + zstandard.compress(lines[100:]),
-        "h.jsonl": b"\xef\xbb\xbf" + lines,
-        "i.json": b"\xef\xbb\xbf" + listed,
+        "h.jsonl": mark + lines,
+        "i.json": mark + listed,
+        "j.jsonl.gz": gzip.compress(mark + lines.replace(b"\n", b"\r\n")),
     }
     turns = [[(USER, f"p{i}"), (ASSISTANT, "größer 日本")] for i in range(5)]
-    log = []
     for name, content in kinds.items():
         path = tmp_path / name
         path.write_bytes(content)
+        log = []
         assert S.read_rows(str(path), S.row_turns, log.append) == turns
-        assert log.pop() == f"data: {path}: 5 rows, used 5 prompt/completion; left out none"
+        [line] = map(str, log)
+        assert line == f"data: {path}: 5 rows, used 5 prompt/completion; left out none"
     mixed = [rows[0], {"text": "t"}, 3, {"question": "q", "answer": "a"}, {"text": "u"}]
     path = tmp_path / "g.json"
     path.write_text(json.dumps(mixed))
+    log = []
     assert len(S.read_rows(str(path), S.row_turns, log.append)) == 4
     counts = "used 2 prompt/completion, 2 text; left out no JSON object: 1 (the first is row 3)"
-    assert log == [f"data: {path}: 5 rows, {counts}"]
+    assert str(log[0]) == f"data: {path}: 5 rows, {counts}"
+    path.write_text(json.dumps(rows[0], indent=1))  # one object is one row, as in datasets
+    assert S.read_rows(str(path), S.row_turns, log.append) == turns[:1]
+
+
+def test_a_table_is_read_without_nulls(tmp_path):
+    """In a column of structs each has the fields of all of them: arguments of other calls."""
+    pq = pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "a.parquet")
+    calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": [None, 2]}}]
+    rows = [{"prompt": [{**said(None), "tool_calls": [call]}]} for call in calls]
+    rows[1]["day"] = date(2026, 1, 2)
+    pq.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+    prompts = [[{"role": "assistant", "tool_calls": [call]}] for call in calls]
+    assert S.file_rows(path) == [
+        {"prompt": prompts[0]},
+        {"prompt": prompts[1], "day": "2026-01-02"},
+    ]
+
+
+def test_a_table_needs_pyarrow(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1")
+    monkeypatch.setattr(S.importlib.util, "find_spec", lambda name: None)
+    line = refusal(S.UserError, "", S.file_rows, str(path))
+    assert line == f"{path}: Parquet needs pyarrow: pip install pyarrow"
 
 
 FILES = {"none.jsonl": None, "a.zst": b"not compressed at all", "empty": b""}
+FILES |= {"a.gz": b"not compressed at all", "cut.gz": gzip.compress(b"x" * 9999)[:20]}
+FILES |= {"a.parquet": b"PAR1", "folder": None}
 FILES["cut.zst"] = zstandard.compress(b"x" * 9999)[:20]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_without_rows_are_refused(name, tmp_path):
+    path = str(tmp_path / name)
     if FILES[name] is not None:
         (tmp_path / name).write_bytes(FILES[name])
-    path = str(tmp_path / name)
+    elif name == "folder":
+        path = str(tmp_path)
     assert refusal(S.UserError, "", S.read_rows, path, S.row_turns, print).startswith(f"{path}:")
 
 

@@ -222,7 +222,8 @@ def load(path, **changes):
     s = settings(**{"train_seq_len": 64, "train_files": str(path), **changes})
     said = []
     parse = functools.partial(D.parse_pair, tokenizer=BYTES, settings=s)
-    return D.read_examples(s, parse, said.append), said
+    data = D.read_examples(s, parse, said.append)
+    return data, [*map(str, said)]
 
 
 def test_each_malformed_row_is_counted_and_named(tmp_path):

@@ -1073,9 +1073,9 @@ def test_what_a_chat_template_must_be(chats):
     notes = []
     rows = [dict(messages=messages(turns)) for turns in (TALK, late)]
     parse = functools.partial(S.parse_row, tokenizer=ours, settings=S.Settings())
-    assert len(S.parse_rows("x.jsonl", rows, parse, notes.append)) == 1
-    assert (
-        "used 1 messages; left out chat template: system first: 1 (the first is row 2)" in notes[0]
+    assert len(S.finish_rows(*S.parse_rows("x.jsonl", rows, parse), notes.append)) == 1
+    assert "used 1 messages; left out chat template: system first: 1 (the first is row 2)" in str(
+        notes[0]
     )
     for source, fault in (
         ("{% if %}", "chat template: .*"),

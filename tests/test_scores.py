@@ -508,7 +508,9 @@ def test_malformed_rows_are_counted_and_named(parse, fault, rows, tmp_path):
     log = []
     path = write(tmp_path, "rows.jsonl", *rows, GOOD[parse])
     assert S.read_rows(path, parse, log.append) == [parse(GOOD[parse], set())[1]]
-    assert log[0].endswith(f"left out {fault}: {len(rows)} {S.places([1, 2][: len(rows)])}"), log
+    assert str(log[0]).endswith(f"left out {fault}: {len(rows)} {S.places([1, 2][: len(rows)])}"), (
+        log
+    )
 
 
 def test_prompts_are_the_turns_before_the_last_answer():

@@ -142,7 +142,8 @@ def read(path, **changes):
     said = []
     s = S.Settings(**{"train_seq_len": 64, "train_files": str(path), **changes})
     parse = functools.partial(S.parse_row, tokenizer=BYTES, settings=s)
-    return S.read_examples(s, parse, said.append), said
+    data = S.read_examples(s, parse, said.append)
+    return data, [*map(str, said)]
 
 
 MALFORMED = [

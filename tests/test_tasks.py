@@ -304,36 +304,36 @@ def turn(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-CALL = turn("assistant", None, tool_calls=[{"id": "c"}])
+def call(arguments):
+    return turn("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+
+
 BAD = {  # a line, and why it is left out
     b"{": "no JSON",
-    b"": "blank line",
-    b"  \t": "blank line",
     b"null": "no JSON object",
     b"[1, 2]": "no JSON object",
     b"not json": "no JSON",
     b"[" * 100_000: "no JSON",
     b'{"prompt": "x", "answer": "y"} {}': "no JSON",
     b'{"prompt": "\xff", "answer": "x"}': "invalid UTF-8",
-    b"{}": "no field 'prompt', 'question', 'problem' or 'messages'",
-    b'{"prompt": null, "answer": "x"}': "no field 'prompt', 'question', 'problem' or 'messages'",
+    b"{}": "missing field 'prompt'",
+    b'{"prompt": null, "answer": "x"}': "missing field 'prompt'",
     b'{"prompt": "x"}': "no answer",
     b'{"prompt": "x", "answer": null}': "no answer",
     b'{"prompt": "x", "answer": " \\n"}': "no answer",
     b'{"prompt": " ", "answer": "x"}': "blank prompt",
-    b'{"prompt": "x", "answer": ["x"]}': "field 'answer' is no text",
-    b'{"prompt": "x", "answer": {"a": 1}}': "field 'answer' is no text",
-    b'{"prompt": "x", "answer": true}': "field 'answer' is no text",
+    b'{"prompt": "x", "answer": ["x"]}': "the answer is no text",
+    b'{"prompt": "x", "answer": {"a": 1}}': "the answer is no text",
+    b'{"prompt": "x", "answer": true}': "the answer is no text",
     b'{"prompt": {"a": 1}, "answer": "x"}': "field 'prompt' is no text",
     b'{"prompt": ["x"], "answer": "x"}': "field 'prompt' is no list of messages",
     b'{"prompt": "a\\ud800", "answer": "x"}': "half a surrogate pair, which is no Unicode",
     b'{"prompt": "a", "answer": "\\udc00"}': "half a surrogate pair, which is no Unicode",
     b'{"prompt": "p 3", "answer": "a"}': "the prompt of an earlier row, with the same answer",
     b'{"prompt": "p 3", "answer": "b"}': "the prompt of an earlier row, with another answer",
-    json.dumps({"messages": [turn("user", "q"), CALL]}).encode(): "no answer",
-    json.dumps(
-        {"messages": [turn("user", "q"), CALL, turn("tool", "r"), turn("user", "q")]}
-    ).encode(): ("a message has 'tool_calls', which is not read in problems"),
+    b'{"prompt": "x", "answer": "y", "image": "a.png"}': (
+        "field 'image': the model reads text only"
+    ),
     json.dumps(
         {"messages": [turn("critic", "q")], "answer": "a"}
     ).encode(): "unknown role 'critic'",
@@ -349,16 +349,19 @@ def lines_of(rows):
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def check_size(prompt):
-    if len(prompt) > 1000:
+def check_size(problem, notes):
+    if len(problem["prompt"]) > 1000:
         raise G.RowError("too long")
 
 
-@pytest.mark.parametrize("line", BAD, ids=[line.decode(errors="replace")[:60] for line in BAD])
-def test_a_row_that_is_no_problem_is_counted_with_its_number(line, tmp_path):
+def test_a_row_that_is_no_problem_is_counted_with_its_number(tmp_path):
+    """Blank lines are counted as lines, not as rows; averages alone need problems to choose from."""
     path = tmp_path / "a.jsonl"
-    good = lines_of(GOOD)
-    path.write_bytes(good + line + b"\n" + lines_of([{"prompt": "last", "answer": "a"}]))
+    lines = lines_of(GOOD) + b"\n  \t\n" + b"".join(line + b"\n" for line in BAD)
+    path.write_bytes(lines + lines_of([{"prompt": "last", "answer": "a"}]))
+    numbers = {}
+    for number, fault in enumerate(BAD.values(), 63):
+        numbers.setdefault(fault, []).append(number)
     reports = []
     settings = G.Settings(train_files=str(path))
     train, choice, held_out = G.split_problems(settings, check_size, reports.append)
@@ -366,30 +369,72 @@ def test_a_row_that_is_no_problem_is_counted_with_its_number(line, tmp_path):
     settings = G.Settings(train_files=str(path), ema=False, swa=False)
     plain, nothing, _ = G.split_problems(settings, check_size, [].append)
     assert len(plain) == len(train) + len(choice) and not nothing  # nothing is to be chosen
-    assert reports == [
-        f"data: {path}: 62 rows, 61 problems; left out {BAD[line]}: 1 (the first is row 61)"
-    ]
+    [report] = reports
+    assert report.left_out == numbers
+    begin = f"data: {path}: {61 + len(BAD)} rows, used 61 problems; left out no JSON: 4 "
+    assert str(report).startswith(f"{begin}(the first are rows 63, 66, 67); no JSON object: 2 ")
+    assert report.facts()["left_out"]["no answer"] == 3
 
 
+SYSTEM = turn("system", "s")
 READ = [  # a row, its prompt and its answer
     ({"prompt": 5, "answer": 7}, "5", "7"),
     ({"question": "q", "solution": 2.5}, "q", "2.5"),
     ({"prompt": None, "problem": "q", "answer": None, "ground_truth": "a"}, "q", "a"),
     ({"prompt": [turn("user", "q")], "answer": "a"}, [turn("user", "q")], "a"),
     (
-        {"messages": [turn("system", "s"), turn("user", "q"), turn("assistant", "a")]},
-        [turn("system", "s"), turn("user", "q")],
+        {"messages": [SYSTEM, turn("user", "q"), turn("assistant", "a")]},
+        [SYSTEM, turn("user", "q")],
         "a",
     ),
     ({"messages": [turn("user", "q", name=None)], "answer": "a"}, [turn("user", "q")], "a"),
     ({"prompt": "q", "answer": "a", "tools": [{"x": [1]}], "n": None}, "q", "a"),
     ({"prompt": "q", "messages": None, "answer": "a"}, "q", "a"),
+    ({"prompt": "q", "answer": ["a", "b"]}, "q", ["a", "b"]),
+    ({"context": "1+1=", "continuation": "2"}, "1+1=", "2"),
+    ({"instruction": "q", "input": "x", "output": "a"}, "q\n\nx", "a"),
+    (
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        [turn("user", "q")],
+        "a",
+    ),
+    (
+        {"prompt": "q", "history": [["x", "y"]]},
+        [turn("user", "x"), turn("assistant", "y"), turn("user", "q")],
+        None,
+    ),
+    ({"prompt": [turn("user", [{"type": "text", "text": "q"}])]}, [turn("user", "q")], None),
+    (
+        {"prompt": [turn("human", "q"), call('{"x": 1}'), turn("tool", "r", tool_call_id="c")]},
+        [
+            turn("user", "q"),
+            turn(
+                "assistant", None, tool_calls=[{"function": {"name": "f", "arguments": {"x": 1}}}]
+            ),
+            turn("tool", "r", tool_call_id="c"),
+        ],
+        None,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("row", "prompt", "answer"), READ)
 def test_rows_of_other_projects_are_problems(row, prompt, answer):
-    assert G.problem_of(row) == {**row, "prompt": prompt, "answer": answer}
+    """What a reward function gets, and the turns of the policy's prompt: the same from both forms."""
+    problem = G.problem_of(row, set())
+    assert problem == {**row, "prompt": prompt, "answer": answer}
+    again = G.problem_of({"prompt": problem["prompt"], "tools": row.get("tools")}, set())
+    assert again["prompt"] == prompt and G.query_turns(again) == G.query_turns(problem)
+
+
+def test_system_and_tools_of_a_row_stand_in_the_prompt():
+    row = {"prompt": "q", "system": "s", "tools": [{"name": "f"}]}
+    tools = f"<tools>\n{json.dumps(row['tools'][0])}\n</tools>"
+    assert [turn[:2] for turn in G.query_turns(row)] == [
+        ("<|system|>", tools),
+        ("<|system|>", "s"),
+        ("<|user|>", "q"),
+    ]
 
 
 def test_answers_are_needed_by_exact_and_where_other_rows_have_them(tmp_path):
@@ -400,13 +445,15 @@ def test_answers_are_needed_by_exact_and_where_other_rows_have_them(tmp_path):
         path.write_bytes(content)
         reports = []
         parts = split(str(path), reward="m.py:f", reports=reports)
-        assert sum(map(len, parts)) == 60 and "60 problems; left out none" in reports[0]
+        assert sum(map(len, parts)) == 60 and "60 problems; left out none" in str(reports[0])
         line = refusal(G.UserError, "", split, str(path), reward="m.py:f:2,exact")
-        assert "0 problems to train on" in line and "no answer: 60 (the first is row 1)" in line
+        assert line.endswith(
+            "no answer: 60 (the first are rows 1, 2, 3); must hold one usable row at least"
+        )
     path.write_bytes(lines_of([*GOOD, *({**row, "prompt": row["prompt"] + "?"} for row in bare)]))
     reports = []
     assert sum(map(len, split(str(path), reward="m.py:f", reports=reports))) == 60
-    assert "no answer: 60 (the first is row 61)" in reports[0]
+    assert "no answer: 60 (the first are rows 61, 62, 63)" in str(reports[0])
 
 
 def test_files_that_are_missing_or_too_small_are_refused(tmp_path):
@@ -415,15 +462,18 @@ def test_files_that_are_missing_or_too_small_are_refused(tmp_path):
     assert refusal(G.UserError, "", split, missing) == message
     prompts = [f"p{i}" for i in range(50)]
     held_out = [{"prompt": prompt, "answer": "a"} for prompt in prompts if is_held_out(prompt)]
-    for rows, counts in (([], (0, 0)), (held_out, (0, len(held_out)))):
-        path = write(tmp_path / "a", rows)
-        assert refusal(G.UserError, "", split, path) == (
-            f"TRAIN_FILES={path!r}: {counts[0]} problems to train on, {counts[1]} held out; must be 1 "
-            "and 2 at least: add rows, or name others by VAL_FILES; "
-            f"data: {path}: {len(rows)} rows, {len(rows)} problems; left out none"
-        )
+    path = write(tmp_path / "a", held_out)
+    assert refusal(G.UserError, "", split, path) == (
+        f"TRAIN_FILES={path!r}: 0 problems to train on, {len(held_out)} held out; must be 1 "
+        "and 2 at least: add rows, or name others by VAL_FILES; "
+        f"data: {path}: {len(held_out)} rows, used {len(held_out)} problems; left out none"
+    )
     line = refusal(G.UserError, "", split, str(tmp_path))
-    assert line == f"{tmp_path}: cannot be read; Is a directory"
+    assert line == f"{tmp_path}: a folder; must be a file, or FILE,FILE"
+    line = refusal(G.UserError, "", split, f"{path}:2, {path}")
+    assert "must be FILE or FILE:WEIGHT, each once" in line
+    line = refusal(G.UserError, "", split, f"{path}:2")
+    assert line.endswith("has weights, which are not read here; must be FILE,FILE")
 
 
 # ------------------------------------------------------------------------------------------ rewards
