@@ -4226,7 +4226,7 @@ def reward_values(name, returned, count):
     if len(values) != count:
         raise RewardFault(
             f"reward {name}: must return a list of {count} numbers (None: does not apply), not "
-            f"{reprlib.repr(returned)}"
+            f"{' '.join(reprlib.repr(returned).split())}"
         )
     return values
 

@@ -1425,20 +1425,20 @@ def test_use_as_in_trl(M, monkeypatch):
     )
     [metrics] = own.train()
     [columns] = calls
+    seeds = [(own.settings.seed, 0, at) for at in range(4)]
+    answers = own.sample(rows, 3, 1.0, seeds)
     assert columns == {
         "prompts": [query for query in QUERIES for _ in range(3)],
         "answer": [digit for digit in "0123" for _ in range(3)],
+        "completion_ids": [answer.ids for answer in answers],
     }
-    texts = [
-        answer.text
-        for answer in own.sample(rows, 3, 1.0, [(own.settings.seed, 0, at) for at in range(4)])
-    ]
+    texts = [answer.text for answer in answers]
     assert metrics["reward"] == pytest.approx(sum(map(len, texts)) / 12 + 15.0, abs=1e-9)
     own = TRAINERS[M](
         policy(M), BYTES, own.settings, reward_funcs=first
     )  # one, and queries that are strings
     assert own.train_step(QUERIES)["reward"] == pytest.approx(sum(map(len, texts)) / 12, abs=1e-9)
-    assert set(calls[-1]) == {"prompts"}
+    assert set(calls[-1]) == {"prompts", "completion_ids"}
     own = TRAINERS[M](policy(M), BYTES, own.settings, reward_funcs=[first, lambda **columns: [1.0]])
     assert refused(own.train_step, QUERIES).startswith(
         "reward <lambda>: must return a list of 12 numbers (None: does not apply), not [1.0]"
@@ -1462,7 +1462,7 @@ def test_several_rewards_are_weighted_and_logged_by_name(M, monkeypatch):
         ]
 
     async def level(prompts, **columns):
-        assert columns.keys() == {"completions", "answer", "level"}
+        assert columns.keys() == {"completions", "completion_ids", "answer", "level"}
         return torch.zeros(len(prompts)) + 2
 
     functions = [size, leveled, level, lambda prompts: [None] * len(prompts)]

@@ -56,6 +56,7 @@ def rolled(*args):
 T.answer_metrics = rolled
 """
 REWARDS = """
+import sys
 calls = 0
 
 def score(prompts, completions, answer):
@@ -75,6 +76,10 @@ def third(wrong):
 raises = third(lambda: {}["no such key"])
 nan = third(lambda: [float("nan")] * 16)
 few = third(lambda: [0.0] * 15)
+plain = third(lambda: sys.exit(0))
+
+async def leaves(prompts, completions, answer):
+    return plain(prompts, completions, answer)
 """
 
 
@@ -405,18 +410,27 @@ def test_a_reward_that_fails_is_one_line_and_the_run_can_go_on(place, name):
         place.same(out, "right")
 
 
-def test_what_a_reward_raises_has_its_traceback(place):
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("raises", "KeyError: .*"), pytest.param("leaves", "SystemExit: 0", marks=pytest.mark.full)],
+)
+def test_what_a_reward_raises_has_its_traceback(place, name, error):
+    """Plain and async; MARK's function marks, and takes no part in training."""
     rewards = place.folder / "rewards.py"
-    given = {**SHORT, "ITERATIONS": 4, "EVAL_PROMPTS": 4, "REWARD": f"exact:0,{rewards}:raises"}
-    child = place.begin("raises", script="train_ppo", **given)
-    assert child.wait() == 2 and steps_kept(place.of("raises"))[-1] == 2
+    given = {**SHORT, "ITERATIONS": 4, "EVAL_PROMPTS": 4, "REWARD": f"exact:0,{rewards}:{name}"}
+    child = place.begin(name, script="train_ppo", MARK=f"{rewards}:nothing", **given)
+    assert child.wait() == 2 and steps_kept(place.of(name))[-1] == 2
     shown, _, line = child.err.rstrip().rpartition("\n")
-    assert re.search(r"rewards\.py\", line \d+, in reward\n", shown) and "train_ppo.py" not in shown
+    assert re.search(r"rewards\.py\", line \d+, in \S+\n", shown) and "train_ppo.py" not in shown
     path = re.escape(str(rewards))
-    assert re.fullmatch(rf"error: reward raises raised KeyError: .* \({path}, line \d+\)", line), (
-        line
-    )
-    assert shown in place.log("raises")
+    assert re.fullmatch(rf"error: reward {name} raised {error} \({path}, line \d+\)", line), line
+    log = place.log(name)
+    assert shown in log
+    assert f"reward: 0 x nothing + 0 x exact + 1 x {name}; right: nothing is 1 or more" in log
+    assert re.search(r"^ +greedy +0\.0000 \[", log, re.M) and re.search("rewards/nothing +0.0", log)
+    answers = [json.loads(text) for text in (place.of(name) / "samples.jsonl").open()]
+    for answer in answers:
+        assert ("nothing" in answer["rewards"]) is (answer["phase"] == "held_out")
 
 
 @pytest.mark.parametrize("script", ["train_grpo", "train_ppo"])
