@@ -75,6 +75,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NewType, get_args
 
 import numpy as np
@@ -1941,6 +1942,37 @@ def asked_ids(tokenizer, turns):
 
 
 # === end: prompt ===
+# === shared: ends ===
+def stop_ids(tokenizer):
+    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
+    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
+    if tokenizer.roles:
+        stop.add(tokenizer.roles["<|end|>"])
+    return frozenset(stop)
+
+
+# === end: ends ===
+
+
+# === shared: text ===
+def decode_bytes(tokenizer, ids):
+    """Return the bytes of tokens that begin a document; data/prepare.py counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    previous = np.append(tokenizer.bos_id, ids)[:-1]
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
+    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
+    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
+
+
+def completion(tokenizer, prompt, ids):
+    """Return the text of `ids`, sampled after the ids of a prompt. BOS and roles are no text."""
+    length = len(decode_bytes(tokenizer, prompt))
+    return decode_bytes(tokenizer, [*prompt, *ids])[length:].decode(errors="replace")
+
+
+# === end: text ===
+
+
 # === shared: chat ===
 def refuse_unlearned(row):
     """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
@@ -5365,6 +5397,62 @@ def fitting_tokens(network):
 # === end: start ===
 
 
+# === shared: recorded ===
+RECORDED_PROMPTS = 4  # whose answers are recorded at a step or a scoring
+SHOWN_CHARACTERS = 400  # of a text in the log and in errors, at most
+
+
+def shown_text(text, limit=SHOWN_CHARACTERS):
+    """Return a text in quotes on one line: newlines as \\n, other control characters escaped.
+
+    Of a long text its middle is left out, with the count of its characters: rewards are hacked at
+    both ends.
+    """
+    if len(text) <= limit:
+        return repr(text)
+    end = limit // 4
+    begin = limit - end
+    middle = f"[{len(text) - limit} characters left out]"
+    return f"{text[:begin]!r} {middle} {text[-end:]!r}"
+
+
+def record_rows(run, phase, step, rows, lines):
+    """Append rows of a step, dicts with the same names, to samples.jsonl of a run; rank 0 does.
+
+    The tracker gets them, too: W&B as a table, TensorBoard as lines of text.
+    """
+    if run.runtime.rank or not rows:
+        return
+    rows = [{"step": step, "phase": phase, **row} for row in rows]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path = run.folder / "samples.jsonl"
+    try:
+        with open(path, "ab") as file:
+            file.write(text.encode(errors="backslashreplace"))
+    except OSError as error:  # as for log.txt
+        sys.stderr.write(f"{path.name}: {error}\n")
+    # Markdown takes lines that begin with four spaces as they are.
+    shown = "\n".join(f"    {line}" for line in lines)
+    if run.settings.tracker == "wandb":
+        import wandb
+
+        shown = wandb.Table(columns=[*rows[0]], allow_mixed_types=True)
+        for row in rows:  # rewards by function are a dict
+            shown.add_data(*(str(x) if isinstance(x, dict) else x for x in row.values()))
+    if run.log.track:
+        run.log.track({f"samples/{phase}": shown}, step)
+
+
+def resume_samples(run):
+    """Leave out of samples.jsonl what was recorded after the checkpoint: it is made again."""
+    path = run.folder / "samples.jsonl"
+    if run.runtime.rank == 0 and path.exists():
+        remove_repeated(path, run.step, lambda row: row["phase"] == "held_out")
+
+
+# === end: recorded ===
+
+
 # === shared: sharding ===
 def check_sharding(settings):
     """Raise UserError if SHARD=1 does not go with another setting, or there are no ranks."""
@@ -5678,6 +5766,63 @@ class Finetuner:
         for name, average in self.averages.items():
             if run.plan.is_on(name):
                 average.update(run.plan.progress)
+
+
+WRITTEN_TOKENS = 64  # of a recorded answer, at most
+
+
+@torch.no_grad()
+def likeliest_ids(network, prompts, count):
+    """Return the `count` tokens that a network finds likeliest after each prompt (ids), one by one.
+
+    The few texts are read again for each token: without a cache any network writes them, a sharded
+    one, too, in which all ranks take part.
+    """
+    ids = F.pad(pad_sequence(prompts, batch_first=True), (0, count)).to(network.embed.device)
+    batch = SimpleNamespace(ids=ids, doc=torch.zeros_like(ids))
+    rows = torch.arange(len(prompts), device=ids.device)
+    places = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+    for step in range(count):
+        features = row_features(network, batch)[rows, places + step - 1]
+        ids[rows, places + step] = network.logits(features).argmax(-1)
+    return [row[len(prompt) :][:count].tolist() for row, prompt in zip(ids, prompts, strict=True)]
+
+
+def record_answers(run, trainer, tokenizer, questions, title):
+    """Record the network's likeliest answers to some held-out questions; log the first one.
+
+    questions: the ids of a prompt and of the answer that is wanted, for each. Answers may have as many
+    tokens as the longest wanted one, up to WRITTEN_TOKENS.
+    """
+    questions = questions[:RECORDED_PROMPTS]
+    prompts = [prompt for prompt, _ in questions]
+    room = trainer.network.config.train_seq_len - max(map(len, prompts))
+    count = min(room, WRITTEN_TOKENS, max(len(wanted) for _, wanted in questions))
+    with trainer.weights():
+        answers = likeliest_ids(trainer.network, prompts, count)
+    stop = stop_ids(tokenizer)
+    rows = []
+    lines = []
+    for (prompt, wanted), ids in zip(questions, answers, strict=True):
+        ends = [place for place, token in enumerate(ids) if token in stop]
+        ids = ids[: ends[0]] if ends else ids
+        prompt = prompt.tolist()
+        row = {
+            "prompt": decode_bytes(tokenizer, prompt).decode(errors="replace"),
+            "completion": completion(tokenizer, prompt, ids),
+            "finished": bool(ends),
+            "answer": completion(tokenizer, prompt, wanted.tolist()),
+            "temperature": 0.0,
+        }
+        cut = "" if ends else f", cut after {count} tokens"
+        rows.append(row)
+        lines += [
+            f"prompt {shown_text(row['prompt'])}",
+            f"    answer {shown_text(row['completion'])}{cut}",
+            f"    wanted {shown_text(row['answer'])}",
+        ]
+    record_rows(run, "held_out", run.step, rows, lines)
+    run.log(f"sample: {title}, held out, {lines[0]}\nsample: {lines[1]}\nsample: {lines[2]}")
 
 
 def choose_weights(trainer, loss, log):
@@ -6105,12 +6250,19 @@ def main():
     parts = [data.train, data.choice, data.held_out]
     if checkpoint:
         run.load(checkpoint, ("ema", "swa"), "cpu" if settings.shard else None)
+        resume_samples(run)
     else:
         reference = reference_scores(trainer, parts, run)
         trainer.start = (reference, trainer.score(data.held_out, log))
     reference, held_out_start = [scores.cpu() for scores in trainer.start]
     sizes = [len(part) for part in parts]
     reference, choice_reference, held_out_reference = reference.split(sizes)
+
+    def record(title):
+        """Record answers of the policy; a reward model writes none."""
+        if not is_reward:
+            questions = [(pair.prompt, pair.chosen) for pair in data.held_out[:RECORDED_PROMPTS]]
+            record_answers(run, trainer, tokenizer, questions, title)
 
     def measure(scores):
         return pair_metrics(scores, held_out_reference, data.held_out, settings)
@@ -6119,6 +6271,7 @@ def main():
     summaries = {"before": pair_summary(before)}
     if not checkpoint:
         log.metrics(0, held_out_metrics(summaries["before"]))
+        record("start")
     log(score_table(summaries, summaries["before"]))
     log(
         "note: accuracy counts pairs whose chosen reward is greater, not equal. Before the first "
@@ -6143,6 +6296,7 @@ def main():
             with clock.paused():
                 log_step(run, metrics)
                 scores = pair_summary(measure(trainer.score(data.held_out)))
+                record(f"step {run.step}")
             log.metrics(run.step, held_out_metrics(scores))
         # Also before step 1: a full disk is found before training, and a run killed early can resume.
         save_is_due = settings.save_every and run.step % settings.save_every == 0
@@ -6198,6 +6352,7 @@ def main():
 
     # Score the trained weights, what was gained, pair by pair, and what the artifact alone gives back.
     scores = trainer.score(data.held_out)
+    record("end")
     after = measure(scores)
     summaries["after"] = pair_summary(after)
     summaries["gain"] = {

@@ -6075,21 +6075,7 @@ def fitting_tokens(network):
 # === end: start ===
 
 
-# === shared: intervals ===
-def mean_interval(values):
-    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
-
-    The interval is the normal approximation.
-    """
-    mean = values.mean().item()
-    half = 1.96 * values.std().item() / len(values) ** 0.5
-    return [mean, mean - half, mean + half]
-
-
-# === end: intervals ===
-
-
-# === shared: samples ===
+# === shared: recorded ===
 RECORDED_PROMPTS = 4  # whose answers are recorded at a step or a scoring
 SHOWN_CHARACTERS = 400  # of a text in the log and in errors, at most
 
@@ -6108,6 +6094,58 @@ def shown_text(text, limit=SHOWN_CHARACTERS):
     return f"{text[:begin]!r} {middle} {text[-end:]!r}"
 
 
+def record_rows(run, phase, step, rows, lines):
+    """Append rows of a step, dicts with the same names, to samples.jsonl of a run; rank 0 does.
+
+    The tracker gets them, too: W&B as a table, TensorBoard as lines of text.
+    """
+    if run.runtime.rank or not rows:
+        return
+    rows = [{"step": step, "phase": phase, **row} for row in rows]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path = run.folder / "samples.jsonl"
+    try:
+        with open(path, "ab") as file:
+            file.write(text.encode(errors="backslashreplace"))
+    except OSError as error:  # as for log.txt
+        sys.stderr.write(f"{path.name}: {error}\n")
+    # Markdown takes lines that begin with four spaces as they are.
+    shown = "\n".join(f"    {line}" for line in lines)
+    if run.settings.tracker == "wandb":
+        import wandb
+
+        shown = wandb.Table(columns=[*rows[0]], allow_mixed_types=True)
+        for row in rows:  # rewards by function are a dict
+            shown.add_data(*(str(x) if isinstance(x, dict) else x for x in row.values()))
+    if run.log.track:
+        run.log.track({f"samples/{phase}": shown}, step)
+
+
+def resume_samples(run):
+    """Leave out of samples.jsonl what was recorded after the checkpoint: it is made again."""
+    path = run.folder / "samples.jsonl"
+    if run.runtime.rank == 0 and path.exists():
+        remove_repeated(path, run.step, lambda row: row["phase"] == "held_out")
+
+
+# === end: recorded ===
+
+
+# === shared: intervals ===
+def mean_interval(values):
+    """Return the mean of (n,) values of different prompts, and the ends of its 95% interval.
+
+    The interval is the normal approximation.
+    """
+    mean = values.mean().item()
+    half = 1.96 * values.std().item() / len(values) ** 0.5
+    return [mean, mean - half, mean + half]
+
+
+# === end: intervals ===
+
+
+# === shared: samples ===
 def shown_answer(answer, limit=SHOWN_CHARACTERS):
     """Return the reward, its parts and the text of an Answer on one line."""
     parts = ""
@@ -6118,11 +6156,18 @@ def shown_answer(answer, limit=SHOWN_CHARACTERS):
     return f"{answer.reward:.4g}{parts} {shown_text(answer.text, limit)}{cut}"
 
 
+def shown_prompt(answer):
+    """Return the prompt of an Answer, and the answer that its row wants, if it has one, on one line."""
+    row = answer.row()
+    wanted = f", wanted {shown_text(str(row['answer']))}" if row["answer"] else ""
+    return f"prompt {shown_text(row['prompt'])}{wanted}"
+
+
 def shown_groups(groups):
     """Return lines that show the prompts and answers of groups: each a prompt's Answers."""
     lines = []
     for group in groups:
-        lines.append(f"prompt {shown_text(group[0].asked())}")
+        lines.append(shown_prompt(group[0]))
         lines += [f"    {shown_answer(answer)}" for answer in group]
     return lines
 
@@ -6138,50 +6183,22 @@ class Samples:
     def __init__(self, run, has_advantages=True):
         self.run = run
         self.has_advantages = has_advantages  # of answers; PPO's are of tokens
-        self.path = run.folder / "samples.jsonl"
         self.tenth = 0  # of the run, whose answers the log has
 
-    def resume(self):
-        """Leave out what was recorded after the checkpoint: those steps are made again."""
-        run = self.run
-        if run.runtime.rank or not self.path.exists():
-            return
-        remove_repeated(self.path, run.step, lambda row: row["phase"] == "held_out")
-
     def record(self, phase, step, groups):
-        """Write the groups of a step, and give them to the tracker; groups: each a prompt's Answers."""
-        run = self.run
-        if run.runtime.rank:
-            return
+        """Record the groups of a step; groups: each a prompt's Answers."""
         groups = groups[:RECORDED_PROMPTS]
-        rows = [answer.row(phase, step) for answer in itertools.chain(*groups)]
+        rows = [answer.row() for answer in itertools.chain(*groups)]
         if phase == "held_out" or not self.has_advantages:
             rows = [{**row, "advantage": None} for row in rows]
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        try:
-            with open(self.path, "ab") as file:
-                file.write("".join(lines).encode(errors="backslashreplace"))
-        except OSError as error:  # as for log.txt
-            sys.stderr.write(f"{self.path.name}: {error}\n")
-        if run.log.track:
-            run.log.track({f"samples/{phase}": self.tracked(rows, groups)}, step)
-
-    def tracked(self, rows, groups):
-        """Return rows for the tracker: a table of W&B, or a text for TensorBoard."""
-        if self.run.settings.tracker == "wandb":
-            import wandb
-
-            data = [[*{**row, "rewards": str(row["rewards"])}.values()] for row in rows]
-            return wandb.Table(columns=[*rows[0]], data=data, allow_mixed_types=True)
-        # Markdown takes lines that begin with four spaces as they are.
-        return "\n".join(f"    {line}" for line in shown_groups(groups))
+        record_rows(self.run, phase, step, rows, shown_groups(groups))
 
     def show(self, title, groups):
         """Log the best and the worst answer to the prompt whose rewards differ most."""
         groups = [sorted(group, key=lambda answer: answer.reward) for group in groups]
         group = max(groups, key=lambda group: group[-1].reward - group[0].reward)
         log = self.run.log
-        log(f"sample: {title}, prompt {shown_text(group[0].asked())}")
+        log(f"sample: {title}, {shown_prompt(group[0])}")
         log(f"sample:   best  {shown_answer(group[-1])}")
         log(f"sample:   worst {shown_answer(group[0])}")
 
@@ -6212,7 +6229,7 @@ def dead_start(run, rollout, reason):
     groups = rollout.groups(settings.group_size)
     answers = [group[0] for group in groups[:3]] if len(groups) > 2 else groups[0][:3]
     for answer in answers:
-        run.log(f"sample: prompt {shown_text(answer.asked())}")
+        run.log(f"sample: {shown_prompt(answer)}")
         run.log(f"sample:   {shown_answer(answer)}")
     texts = "; ".join(shown_answer(answer, 60) for answer in answers)
     return UserError(
@@ -6251,11 +6268,9 @@ class Answer(Sample):
         """Return the text of the prompt."""
         return "\n".join(text for _, text, *_ in query_turns(self.query))
 
-    def row(self, phase, step):
+    def row(self):
         """Return what samples.jsonl has of the answer."""
         return {
-            "step": step,
-            "phase": phase,
             "prompt": self.asked(),
             "completion": self.text,
             "rewards": self.rewards,
@@ -6809,7 +6824,7 @@ def begin_run(run, trainer, exam, samples, checkpoint):
     )
     if checkpoint:
         run.load(checkpoint, ("ema", "swa", "reference"))
-        samples.resume()
+        resume_samples(run)
         if settings.compile:
             exam.scores(trainer)
     else:

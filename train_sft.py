@@ -81,6 +81,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NewType, get_args
 
 import numpy as np
@@ -1925,6 +1926,37 @@ def fitted_turns(tokenizer, turns, notes):
 
 
 # === end: forms ===
+# === shared: ends ===
+def stop_ids(tokenizer):
+    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
+    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
+    if tokenizer.roles:
+        stop.add(tokenizer.roles["<|end|>"])
+    return frozenset(stop)
+
+
+# === end: ends ===
+
+
+# === shared: text ===
+def decode_bytes(tokenizer, ids):
+    """Return the bytes of tokens that begin a document; data/prepare.py counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    previous = np.append(tokenizer.bos_id, ids)[:-1]
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
+    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
+    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
+
+
+def completion(tokenizer, prompt, ids):
+    """Return the text of `ids`, sampled after the ids of a prompt. BOS and roles are no text."""
+    length = len(decode_bytes(tokenizer, prompt))
+    return decode_bytes(tokenizer, [*prompt, *ids])[length:].decode(errors="replace")
+
+
+# === end: text ===
+
+
 # === shared: chat ===
 def refuse_unlearned(row):
     """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
@@ -5468,6 +5500,62 @@ def fitting_tokens(network):
 # === end: start ===
 
 
+# === shared: recorded ===
+RECORDED_PROMPTS = 4  # whose answers are recorded at a step or a scoring
+SHOWN_CHARACTERS = 400  # of a text in the log and in errors, at most
+
+
+def shown_text(text, limit=SHOWN_CHARACTERS):
+    """Return a text in quotes on one line: newlines as \\n, other control characters escaped.
+
+    Of a long text its middle is left out, with the count of its characters: rewards are hacked at
+    both ends.
+    """
+    if len(text) <= limit:
+        return repr(text)
+    end = limit // 4
+    begin = limit - end
+    middle = f"[{len(text) - limit} characters left out]"
+    return f"{text[:begin]!r} {middle} {text[-end:]!r}"
+
+
+def record_rows(run, phase, step, rows, lines):
+    """Append rows of a step, dicts with the same names, to samples.jsonl of a run; rank 0 does.
+
+    The tracker gets them, too: W&B as a table, TensorBoard as lines of text.
+    """
+    if run.runtime.rank or not rows:
+        return
+    rows = [{"step": step, "phase": phase, **row} for row in rows]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path = run.folder / "samples.jsonl"
+    try:
+        with open(path, "ab") as file:
+            file.write(text.encode(errors="backslashreplace"))
+    except OSError as error:  # as for log.txt
+        sys.stderr.write(f"{path.name}: {error}\n")
+    # Markdown takes lines that begin with four spaces as they are.
+    shown = "\n".join(f"    {line}" for line in lines)
+    if run.settings.tracker == "wandb":
+        import wandb
+
+        shown = wandb.Table(columns=[*rows[0]], allow_mixed_types=True)
+        for row in rows:  # rewards by function are a dict
+            shown.add_data(*(str(x) if isinstance(x, dict) else x for x in row.values()))
+    if run.log.track:
+        run.log.track({f"samples/{phase}": shown}, step)
+
+
+def resume_samples(run):
+    """Leave out of samples.jsonl what was recorded after the checkpoint: it is made again."""
+    path = run.folder / "samples.jsonl"
+    if run.runtime.rank == 0 and path.exists():
+        remove_repeated(path, run.step, lambda row: row["phase"] == "held_out")
+
+
+# === end: recorded ===
+
+
 # === shared: sharding ===
 def check_sharding(settings):
     """Raise UserError if SHARD=1 does not go with another setting, or there are no ranks."""
@@ -5783,6 +5871,63 @@ class Finetuner:
                 average.update(run.plan.progress)
 
 
+WRITTEN_TOKENS = 64  # of a recorded answer, at most
+
+
+@torch.no_grad()
+def likeliest_ids(network, prompts, count):
+    """Return the `count` tokens that a network finds likeliest after each prompt (ids), one by one.
+
+    The few texts are read again for each token: without a cache any network writes them, a sharded
+    one, too, in which all ranks take part.
+    """
+    ids = F.pad(pad_sequence(prompts, batch_first=True), (0, count)).to(network.embed.device)
+    batch = SimpleNamespace(ids=ids, doc=torch.zeros_like(ids))
+    rows = torch.arange(len(prompts), device=ids.device)
+    places = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+    for step in range(count):
+        features = row_features(network, batch)[rows, places + step - 1]
+        ids[rows, places + step] = network.logits(features).argmax(-1)
+    return [row[len(prompt) :][:count].tolist() for row, prompt in zip(ids, prompts, strict=True)]
+
+
+def record_answers(run, trainer, tokenizer, questions, title):
+    """Record the network's likeliest answers to some held-out questions; log the first one.
+
+    questions: the ids of a prompt and of the answer that is wanted, for each. Answers may have as many
+    tokens as the longest wanted one, up to WRITTEN_TOKENS.
+    """
+    questions = questions[:RECORDED_PROMPTS]
+    prompts = [prompt for prompt, _ in questions]
+    room = trainer.network.config.train_seq_len - max(map(len, prompts))
+    count = min(room, WRITTEN_TOKENS, max(len(wanted) for _, wanted in questions))
+    with trainer.weights():
+        answers = likeliest_ids(trainer.network, prompts, count)
+    stop = stop_ids(tokenizer)
+    rows = []
+    lines = []
+    for (prompt, wanted), ids in zip(questions, answers, strict=True):
+        ends = [place for place, token in enumerate(ids) if token in stop]
+        ids = ids[: ends[0]] if ends else ids
+        prompt = prompt.tolist()
+        row = {
+            "prompt": decode_bytes(tokenizer, prompt).decode(errors="replace"),
+            "completion": completion(tokenizer, prompt, ids),
+            "finished": bool(ends),
+            "answer": completion(tokenizer, prompt, wanted.tolist()),
+            "temperature": 0.0,
+        }
+        cut = "" if ends else f", cut after {count} tokens"
+        rows.append(row)
+        lines += [
+            f"prompt {shown_text(row['prompt'])}",
+            f"    answer {shown_text(row['completion'])}{cut}",
+            f"    wanted {shown_text(row['answer'])}",
+        ]
+    record_rows(run, "held_out", run.step, rows, lines)
+    run.log(f"sample: {title}, held out, {lines[0]}\nsample: {lines[1]}\nsample: {lines[2]}")
+
+
 def choose_weights(trainer, loss, log):
     """Give the network the raw or averaged weights with the least loss(); return a name."""
     params = [param.detach() for param in trainer.params]
@@ -6036,6 +6181,14 @@ class SFTTrainer(Finetuner, Stateful):
         return self.runtime.sum(scores).cpu()
 
 
+def first_answer(row):
+    """Return the ids of a Row up to its first answer, and those of the answer."""
+    is_learned = (row.targets >= 0).tolist()
+    begin = is_learned.index(True)
+    end = begin + [*is_learned[begin:], False].index(False)
+    return row.ids[: begin + 1], row.targets[begin:end]
+
+
 def row_summary(scores):
     """Return means and intervals of the scores of SFTTrainer.score."""
     nats, tokens, right = scores.T
@@ -6128,8 +6281,12 @@ def main():
     log(f"model: {source}, layers {network.config.layers}")
     log(f"parameters: {name_values(count_parameters(network))}")
     log(f"batch: an epoch is {len(windows_of(0))} windows in {epoch_steps} steps")
+    record = functools.partial(
+        record_answers, run, trainer, tokenizer, [*map(first_answer, data.held_out)]
+    )
     if checkpoint:
         run.load(checkpoint, ("ema", "swa"), "cpu" if settings.shard else None)
+        resume_samples(run)
     else:
         log(f"first scores: the losses of {len(data.held_out)} held-out rows")
         trainer.start["before"] = trainer.score(data.held_out)
@@ -6138,6 +6295,7 @@ def main():
     summaries = {name: row_summary(scores.cpu()) for name, scores in trainer.start.items()}
     if not checkpoint:
         log.metrics(0, held_out_metrics(summaries["before"]))
+        record("start")
     log(score_table(summaries, summaries["before"]))
     log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
@@ -6157,6 +6315,7 @@ def main():
             with clock.paused():
                 log_step(run, metrics)
                 scores = row_summary(trainer.score(data.held_out))
+                record(f"step {run.step}")
             log.metrics(run.step, held_out_metrics(scores))
         # Also before step 1: a full disk is found before training, and a run killed early can resume.
         save_is_due = settings.save_every and run.step % settings.save_every == 0
@@ -6214,6 +6373,7 @@ def main():
 
     # Score the trained weights, what was gained, row by row, and what the artifact alone gives back.
     scores = trainer.score(data.held_out)
+    record("end")
     nats, tokens, right = trainer.start["before"].cpu().T
     summaries["after"] = row_summary(scores)
     summaries["gain"] = {

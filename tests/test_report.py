@@ -124,8 +124,7 @@ def test_the_series_of_real_runs(runs):
     assert [point.step for point in points] == [0, 4, 8]
     before = [points[0].value, points[0].low, points[0].high]
     assert before == pytest.approx(run.result["before"]["pass1"], abs=5e-4)
-    lengths = values(run.log, "length")
-    assert values(run.log, "tokens")[:2] == pytest.approx([16 * lengths[0], 16 * sum(lengths[:2])])
+    assert "tokens" not in run.log.series  # of rewards, pairs and rows no number of tokens is drawn
 
 
 def test_metrics_have_every_step_and_old_runs_have_a_log_alone(by_hand):
@@ -211,14 +210,13 @@ def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
     (grpo / "result.json").write_text(json.dumps({**result, "gain": gain}))
     page = page_of(monkeypatch, tmp_path / "p.html", copy, grpo, runs["gpt"])
     assert "plots of 3 runs\n" in capsys.readouterr().out
-    # Three axes for each of training loss, validation loss, bits per byte; for reward and pass1;
+    # Three axes for each of training loss, validation loss, bits per byte; two for reward and pass1;
     # two held-out scores, twelve numbers of the step lines; schedules, times; bytes, errors.
-    assert page.count("<svg") == 3 * 3 + 3 * 2 + 2 + 12 + 3 * 2 + 2
+    assert page.count("<svg") == 3 * 3 + 2 * 2 + 2 + 12 + 3 * 2 + 2
     shown = {
         name,
         "Pretraining",
         "Learning from rewards",
-        "planned 50.0%, from step 7 for 6 steps",
         "0.245 [0.200, 0.300]",
         "Bytes by tensor: gpt",
         "blocks.0.mlp.w_up",
@@ -245,26 +243,47 @@ def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ samples
-def test_the_page_has_answers_of_the_first_middle_and_last_steps(runs):
-    """Best, median and worst; texts are escaped, what is no sample is counted; constants are said."""
+def test_the_page_has_answers_from_the_first_to_the_last_step(runs):
+    """Answers to one held-out prompt stand together; equal answers of a group stand once."""
     run = read_run(runs["grpo"])
-    rows = report.sample_rows(report.read_samples(run))[1:]
-    assert {(row[0], row[1]) for row in rows} == {
-        *((step, "held_out") for step in (0, 4, 8)),
-        *((step, "train") for step in (1, 3, 6)),
-    }
-    assert all(len(row) == 8 and row[4] in (0.0, 1.0) and row[7] in ("yes", "no") for row in rows)
-    assert {row[5] for row in rows} == {"exact 0", "exact 1"}
+    names, *rows = report.sample_rows([run], "held_out")
+    assert names[:4] == ["prompt", "wanted", "step", "completion"] and "by function" not in names
+    assert {row[2] for row in rows} == {0, 4, 8}
+    prompts = [row[0] for row in rows]
+    assert prompts == sorted(prompts) and len(set(prompts)) == 2
+    assert {row[2] for row in report.sample_rows([run], "train")[1:]} == {1, 3, 6}
     run.color = "#2f7ed8"
     page = report.render([run])
-    assert "<h2>grpo: samples</h2>" in page and "Not drawn, because it never changes: " in page
+    assert "<h3>Samples: held out</h3>" in page and "Not drawn, because it never changes: " in page
+
+
+def test_two_runs_side_by_side_and_answers_without_rewards(tmp_path):
+    for name, texts in (("a", ("x", "y", "y")), ("b", ("z",))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.txt").write_text(LOG)
+        rows = [dict(step=0, phase="held_out", prompt="p", completion=text) for text in texts]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "samples.jsonl").write_text(text)
+    pair = [read_run(tmp_path / name) for name in "ab"]
+    assert report.sample_rows(pair, "held_out") == [
+        ["prompt", "step", "run", "completion", "ended"],
+        ["'p'", 0, "a", "'x'", "no"],
+        ["'p'", 0, "a", "'y'", "no"],
+        ["'p'", 0, "b", "'z'", "no"],
+    ]
+    pair[0].result = {"before": {"loss": [2.0, 1.0, 3.0], "n": 4}, "after": {"loss": 1.0}}
+    pair[1].result = {"before": {"loss": 2.0}}
+    assert report.gain_rows(pair) == [
+        ["95% intervals", "a: before", "a: after", "b: before"],
+        ["loss", "2.000 [1.000, 3.000]", "1.000", "2.000"],
+    ]
 
 
 def test_hostile_texts_are_escaped_and_broken_lines_counted(by_hand):
     text = "<script>alert(1)</script>\n\x1b[2J" + "9" * 900
-    row = dict(step=1, phase="train", prompt="<b>", completion=text, rewards={"a<b": None})
+    row = dict(step=1, phase="train", prompt="<b>", completion=text, rewards={"a<b": None, "c": 2})
     row |= dict(reward=1.5, advantage=None, finished=False)
-    bad = ["{", "[]", "3", json.dumps({**row, "reward": "x"}), json.dumps({**row, "rewards": []})]
+    bad = ["{", "[]", "3", json.dumps({**row, "reward": "x"}), json.dumps({**row, "rewards": [1]})]
     lines = [json.dumps(row), *bad]
     (by_hand / "samples.jsonl").write_text("\n".join(lines))
     run = read_run(by_hand)

@@ -1,6 +1,7 @@
 """samples.jsonl and what the log shows of answers, by hand; whole runs are in test_rl_runs.py."""
 
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -72,7 +73,7 @@ def test_rows_have_rewards_by_function(tmp_path, capsys):
     first |= dict(rewards={"right": -0.75, "nines": None}, reward=0.25, advantage=-0.5)
     assert rows[0] == {**first, "finished": False, "answer": "A", "temperature": 0.0}
     assert capsys.readouterr().out.splitlines() == [
-        r"sample: step 2, 30% of the run, prompt 'a\nb'",
+        r"sample: step 2, 30% of the run, prompt 'a\nb', wanted 'A'",
         "sample:   best  1.5 (right:0.5 nines:none) 'text 1'",
         "sample:   worst 0.25 (right:-0.75 nines:none) 'text 0', cut at MAX_NEW_TOKENS",
     ]
@@ -83,7 +84,7 @@ def test_of_scores_alone_with_samples_every_0(tmp_path):
     run.settings = replace(run.settings, samples_every=0)
     samples = G.Samples(run)
     samples.trained(Trained(answer_of(0, 0.0), answer_of(1, 1.0)), 0.5)
-    assert not samples.path.exists()
+    assert not (run.folder / "samples.jsonl").exists()
     samples.scored("start", SimpleNamespace(answers=[[answer_of(0, 0.0, advantage=3.0)]]))
     (row,) = rows_of(run)
     assert (row["phase"], row["step"], row["advantage"]) == ("held_out", 0, None)
@@ -96,10 +97,10 @@ def test_a_resumed_run_does_not_double_steps(tmp_path):
     made = [("held_out", 0), ("train", 1), ("train", 2), ("held_out", 2), ("train", 4)]
     for phase, step in made:
         samples.record(phase, step, [[answer_of(step, 1.0)]])
-    with open(samples.path, "a") as file:
+    with open(run.folder / "samples.jsonl", "a") as file:
         file.write('{"step": 2, "phase": "tr')  # the process was killed here
     run.step = 2
-    samples.resume()
+    G.resume_samples(run)
     assert [(row["phase"], row["step"]) for row in rows_of(run)] == made[:3]
 
 
@@ -107,27 +108,33 @@ def test_other_ranks_record_nothing(tmp_path, capsys):
     run = run_of(tmp_path, rank=1)
     samples = G.Samples(run)
     samples.trained(Trained(answer_of(0, 0.0), answer_of(1, 1.0)), 0.5)
-    samples.resume()
+    G.resume_samples(run)
     assert not run.folder.exists() and run.tracked == [] and capsys.readouterr().out == ""
 
 
 def test_trackers_get_texts_and_tables(tmp_path, monkeypatch):
     run = run_of(tmp_path, tracker="none")
     G.Samples(run).record("train", 1, [[answer_of(0, 1.5, finished=True)]])
-    text = "    prompt 'a\\nb'\n        1.5 (right:0.5 nines:none) 'text 0'"
+    text = "    prompt 'a\\nb', wanted 'A'\n        1.5 (right:0.5 nines:none) 'text 0'"
     assert run.tracked == [({"samples/train": text}, 1)]
-    tables = SimpleNamespace(Table=lambda columns, data, allow_mixed_types: (columns, data))
-    monkeypatch.setitem(__import__("sys").modules, "wandb", tables)
+    tables = []
+
+    class Table:
+        def __init__(self, columns, allow_mixed_types):
+            self.columns = columns
+            self.add_data = lambda *cells: tables.append(dict(zip(columns, cells, strict=True)))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Table=Table))
     run.settings = replace(run.settings, tracker="wandb")
     G.Samples(run).record("train", 2, [[answer_of(0, 1.5, finished=True)]])
-    (columns, data) = run.tracked[1][0]["samples/train"]
-    row = dict(zip(columns, data[0], strict=True))
+    assert isinstance(run.tracked[1][0]["samples/train"], Table)
+    (row,) = tables
     assert row["completion"] == "text 0" and row["rewards"] == "{'right': 0.5, 'nines': None}"
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, capsys):
     run = run_of(tmp_path)
     samples = P.Samples(run, has_advantages=False)
-    samples.path.mkdir()  # cannot be written
+    (run.folder / "samples.jsonl").mkdir()  # cannot be written
     samples.record("train", 1, [[answer_of(0, 1.0)]])
     assert capsys.readouterr().err.startswith("samples.jsonl: ")

@@ -142,6 +142,25 @@ def test_rl_goes_on_from_here(place, straight):
     assert sum(sample.finished for sample in samples) > 30
 
 
+def test_recorded_answers_are_what_the_model_writes(place, straight):
+    """The likeliest ones, as `generate` draws them with its caches, at the start and at the end."""
+    lines = (place.of(straight) / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    steps = place.result(straight)["steps"]
+    assert {row["step"] for row in rows} >= {0, steps}
+    assert len({row["prompt"] for row in rows}) == P.RECORDED_PROMPTS
+    network, tokenizer, _ = P.load_model("INIT_FROM", str(place.of(straight)))
+    for row in rows:
+        assert row["phase"] == "held_out" and row["answer"] == row["prompt"].upper()
+        if row["step"] == steps:
+            prompt = P.asked_ids(tokenizer, [("<|user|>", row["prompt"])])
+            (sample,) = P.generate(network, [prompt], 1, 4, 0.0, [(0,)], P.stop_ids(tokenizer))
+            assert row["completion"] == P.completion(tokenizer, prompt, sample.ids)
+            assert row["finished"] == sample.finished
+    prompt = rows[-P.RECORDED_PROMPTS]["prompt"]
+    assert f"sample: end, held out, prompt {prompt!r}\n" in place.log(straight)
+
+
 # --------------------------------------------------------------------------- stopped, and once more
 def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     child = place.run("stopped", stop_at(12), 128 + signal.SIGTERM)
@@ -150,6 +169,8 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     assert not (place.of("stopped") / "result.json").exists()
     place.resume("stopped")
     place.same("stopped", straight)
+    samples = [(place.of(run) / "samples.jsonl").read_bytes() for run in ("stopped", straight)]
+    assert samples[0] == samples[1]
     assert [event["event"] for event in place.result("stopped")["events"]] == ["resume"]
 
 

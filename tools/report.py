@@ -8,8 +8,8 @@ A RUN is a run's folder, its name in runs/, or the folder of a record, which has
 Runs may have ended, be in progress or have been interrupted. Without --out the page is written into
 the first one. All numbers come from metrics.jsonl, which has every step, the log (alone for runs
 without that file), result.json, the artifact and, for quantization errors, the last checkpoint; the
-page says what is missing. Every number of a step is drawn unless it never changes. Of a run with
-samples.jsonl the page has answers of its first, middle and last steps, with their rewards.
+page says what is missing. Every number of a step is drawn unless it never changes. Of runs with
+samples.jsonl the page has a table of answers from the first to the last step, with their rewards.
 The page is one file without outside resources. Needs matplotlib.
 """
 
@@ -34,6 +34,11 @@ import numpy as np
 from common import ROOT, load_script
 
 AXES = {"seconds": "seconds of training", "tokens": "tokens", "step": "steps"}
+SAMPLE_COLUMNS = "prompt wanted step run completion ended reward".split() + [
+    "by function",
+    "advantage",
+]
+SAMPLE_STEPS = 5  # of those with answers in samples.jsonl, whose answers the page has
 
 
 @dataclass
@@ -42,12 +47,17 @@ class Family:
 
     heading: str
     main_series: tuple[str, ...]  # drawn over all AXES; other numbers are drawn over steps
+    first_series: tuple[str, ...] = ()  # how the names begin of those that are drawn before others
 
 
 # The number in a script's step lines that identifies the kind of training -> that kind.
 FAMILIES = {
     "train_loss": Family("Pretraining", ("train_loss", "held-out val_loss", "held-out bpb")),
-    "reward": Family("Learning from rewards", ("reward", "held-out pass1")),
+    "reward": Family(
+        "Learning from rewards",
+        ("reward", "held-out pass1"),
+        ("rewards/", "held-out rewards/", "length", "finished", "entropy"),
+    ),
     "margin": Family("Learning from pairs", ("loss", "held-out loss", "held-out accuracy")),
     "targets": Family("Supervised fine-tuning", ("loss", "held-out loss", "held-out accuracy")),
 }
@@ -89,14 +99,17 @@ CSS = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c2126; --soft: #5c6670; --line: #8885; --card: #f4f6f8 }
 @media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e6e9ec; --soft: #a2abb4; --card: #1d2226 } }
 * { box-sizing: border-box } h1 { font-size: 1.6rem; margin: 24px 0 8px } h2 { font-size: 1.25rem; margin-top: 40px }
+h3 { font-size: 1rem; margin: 18px 0 6px }
 body { margin: auto; max-width: 1680px; padding: 0 clamp(12px, 2vw, 32px) 48px; background: var(--back);
   color: var(--text); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
 p { margin: 6px 0; max-width: 90ch; color: var(--soft) } svg text { font-family: inherit !important }
 ul { display: flex; gap: 2px 16px; list-style: none; margin: 0; padding: 0 6px 8px; font-size: .85rem; flex-wrap: wrap }
+.texts td { max-width: 60ch }
 .runs { position: sticky; top: 0; z-index: 2; flex-wrap: nowrap; overflow-x: auto; padding: 8px 0; font-size: 1rem;
   background: var(--back); border-bottom: 1px solid var(--line); white-space: nowrap }
 i { display: inline-block; width: 14px; height: 10px; margin-right: 6px; border-radius: 2px; background: var(--c) }
-.plots { display: grid; gap: 12px; margin: 9px 0; grid-template-columns: repeat(auto-fit, minmax(min(100%,21em), 1fr)) }
+.plots { display: grid; gap: 12px; margin: 9px 0;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%,21em), 1fr)) }
 figure { margin: 0; padding: 10px 10px 4px; background: var(--card); border-radius: 8px; min-width: 0; max-width: 45em }
 figcaption { padding: 0 6px 4px } svg { display: block; width: 100%; height: auto }
 .scroll { overflow-x: auto; width: fit-content; max-width: 100%; border: 1px solid var(--line); border-radius: 8px }
@@ -130,7 +143,7 @@ class Log:
     machine: dict = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
     last: int = 0  # the last step that is logged or saved
-    batch: int = 0  # tokens or samples of a step
+    batch: int = 0  # tokens of a step
     columns: list[str] = field(default_factory=list)  # of the table of scores
     ended: bool = False  # then the last held-out scores are the artifact's
     train_seconds: float = 0.0  # on the clock at the end, 0 if the run has not ended
@@ -181,6 +194,7 @@ class Run:
     bytes: dict[str, int] = field(default_factory=dict)  # of the artifact by part
     streams: list[dict] = field(default_factory=list)  # of the artifact, one per tensor
     errors: dict[str, float] = field(default_factory=dict)  # of quantization by layer
+    samples: list[dict] = field(default_factory=list)  # rows of samples.jsonl
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -272,8 +286,6 @@ def read_line(log: Log, line: str) -> None:
         log.planned[match[1]] = float(match[2]) / 100
     elif match := re.match(r"phase: (\w+) begins at step \d+, (\S+)% of", line):
         log.begun[match[1]] = float(match[2]) / 100
-    elif match := re.match(r"batch: a step is (\d+) prompts x (\d+) samples", line):
-        log.batch = int(match[1]) * int(match[2])
     elif match := re.match(r"commit:(\S+) hardware:(.*) versions:({.*}) peak_memory_mib:", line):
         versions = ast.literal_eval(match[3])
         log.machine = {"commit": match[1], "hardware": match[2], "versions": versions}
@@ -364,7 +376,10 @@ def read_run(path: Path, artifact: Path, result: dict) -> Run:
             + ", ".join(FAMILIES)
         )
     run = Run(name, folder, artifact, log, result, families[0])
-    add_tokens(run)
+    read_samples(run)
+    if run.family == "train_loss" and log.batch:
+        for step in [int(point.value) for point in log.series["step"]]:
+            log.add("tokens", step, float(step * log.batch))
     if not result:
         progress = log.series["progress"][-1].value
         run.notes.append(
@@ -372,24 +387,6 @@ def read_run(path: Path, artifact: Path, result: dict) -> Run:
             f"{log.last}, {progress:.0%} of the run"
         )
     return run
-
-
-def add_tokens(run: Run) -> None:
-    """Add the series of tokens trained on, if the log says how many a step has."""
-    log = run.log
-    tokens_per_step = log.batch
-    if run.family == "targets" and run.result:
-        tokens_per_step = run.result["tokens"] / max(1, run.result["steps"])
-    if not tokens_per_step or run.family == "margin":  # train_dpo.py does not say how many
-        return
-    total = 0.0
-    previous = 0
-    # A sample has the mean length of its step; steps that are not logged have that of the next.
-    for point in log.series["length" if run.family == "reward" else "step"]:
-        length = point.value if run.family == "reward" else 1
-        total += (point.step - previous) * tokens_per_step * length
-        previous = point.step
-        log.add("tokens", point.step, total)
 
 
 def positions(log: Log, steps: list[int], axis: str) -> np.ndarray:
@@ -476,24 +473,23 @@ def read_artifact(run: Run, quantize: ModuleType) -> None:
     run.errors = {layer: math.sqrt(error / norm) for layer, (error, norm) in sums.items()}
 
 
-def read_samples(run: Run) -> list[dict]:
-    """Return the rows of samples.jsonl of a run; a note counts lines that are no such rows."""
+def read_samples(run: Run) -> None:
+    """Read samples.jsonl of a run; a note counts lines that are no such rows."""
     path = run.folder / "samples.jsonl"
-    rows = []
     faults = 0
     if run.artifact.name == "model.upar" and path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
-                row["rewards"] = {str(name): value for name, value in row["rewards"].items()}
-                row["place"] = (int(row["step"]), str(row["phase"]), str(row["prompt"]))
-                row["reward"] = float(row["reward"])
-                rows.append(row)
+                row["rewards"] = dict(row.get("rewards", {}))
+                row["reward"] = float(row.get("reward", 0.0))
+                row["step"] = int(row["step"])
+                row |= {name: str(row[name]) for name in ("phase", "prompt", "completion")}
+                run.samples.append(row)
             except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
                 faults += 1
     if faults:
         run.notes.append(f"{faults} lines of samples.jsonl are no samples, and are left out")
-    return rows
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -518,13 +514,13 @@ def show_score(score: object) -> str:
     return mean if low == high else f"{mean} [{low}, {high}]"
 
 
-def html_table(rows: list[list]) -> str:
-    """Return an HTML table in a box in which it scrolls. The first row is its head."""
+def html_table(rows: list[list], kind: str = "") -> str:
+    """Return an HTML table in a box in which it scrolls. The first row is its head; kind: for CSS."""
     lines = []
     for row in rows:
         cells = [f"<td>{html.escape(show(cell))}</td>" for cell in row]
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>\n'
+    return f'<div class="scroll {kind}"><table>{"".join(lines)}</table></div>\n'
 
 
 def runs_table(runs: list[Run], columns: list[dict]) -> str:
@@ -560,62 +556,81 @@ def result_rows(run: Run) -> dict[str, object]:
         if name.startswith("held-out ") and not run.result.get("before"):
             ends = points if len(points) == 1 else [points[0], points[-1]]
             rows[name] = " → ".join(show(point.value) for point in ends)
-    for name, begin in log.begun.items():
-        phase = values.get("phases", {}).get(name)
-        rows[f"phase {name}"] = f"began at {begin:.1%}"
-        if phase:
-            planned = phase["planned"] if "planned" in phase else phase["begin"]  # older results
-            rows[f"phase {name}"] = (
-                f"planned {planned:.1%}, from step {phase['start_step']} for {phase['steps']} steps"
-            )
     rows["events"] = "; ".join(log.events) or None
     return rows
 
 
-def gain_rows(result: dict) -> list[list]:
-    """Return the rows of a post-training run's scores before, after, and its gain."""
-    columns = [name for name in ("before", "after", "gain") if result.get(name)]
+def gain_rows(runs: list[Run]) -> list[list]:
+    """Return the rows of the scores of post-training runs: before, after, the gain, and of the artifact."""
+    columns = {}  # title -> name of a score -> its value
+    for run in runs:
+        for name in ("before", "after", "gain", "packed"):
+            if run.result.get("before") and run.result.get(name):
+                title = f"{run.name}: {name}" if len(runs) > 1 else name
+                columns[title] = run.result[name]
     rows = [["95% intervals", *columns]]
-    names = dict.fromkeys(itertools.chain(*(result[column] for column in columns)))
-    for name in names:
-        scores = [result[column].get(name) for column in columns]
+    for name in dict.fromkeys(itertools.chain(*columns.values())):
+        scores = [column.get(name) for column in columns.values()]
         if any(isinstance(score, float | list) for score in scores):  # else a count
             rows.append([name, *map(show_score, scores)])
     return rows
 
 
-def shown_text(text: object) -> str:
+def shown_text(text: str) -> str:
     """Return a text in quotes, control characters escaped; of a long one its two ends."""
-    text = str(text)
     if len(text) <= 600:
         return repr(text)
     return f"{text[:400]!r} [{len(text) - 600} characters left out] {text[-200:]!r}"
 
 
-def sample_rows(samples: list[dict]) -> list[list]:
-    """Return the rows of the table of samples: best, median and worst answer to two prompts of the
-    first, the middle and the last recorded step of each phase."""
-    rows = [
-        ["step", "phase", "prompt", "completion", "reward", "by function", "advantage", "ended"]
-    ]
-    for phase in sorted({row["place"][1] for row in samples}):
-        own = [row for row in samples if row["place"][1] == phase]
-        steps = sorted({row["place"][0] for row in own})
-        for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
-            groups = defaultdict(list)
-            for row in own:
-                if row["place"][0] == step:
-                    groups[row["place"]].append(row)
-            for group in [*groups.values()][:2]:
-                group.sort(key=lambda row: -row["reward"])
-                for place in dict.fromkeys((0, len(group) // 2, len(group) - 1)):
-                    row = group[place]
-                    parts = [f"{name} {show(value)}" for name, value in row["rewards"].items()]
-                    texts = [shown_text(row["prompt"]), shown_text(row.get("completion"))]
-                    ended = "yes" if row.get("finished") else "no"
-                    facts = [row["reward"], ", ".join(parts), row.get("advantage"), ended]
-                    rows.append([step, phase, *texts, *facts])
-    return rows
+def chosen_samples(samples: list[dict]) -> list[dict]:
+    """Return the best and the worst answer to two prompts of some steps, from the first to the last."""
+    steps = sorted({row["step"] for row in samples})
+    places = np.linspace(0, len(steps) - 1, min(SAMPLE_STEPS, len(steps)))
+    chosen = []
+    for place in places.round().astype(int):
+        groups = defaultdict(list)
+        for row in samples:
+            if row["step"] == steps[place]:
+                groups[row["prompt"]].append(row)
+        for group in [*groups.values()][:2]:
+            group.sort(key=lambda row: -row["reward"])
+            chosen += {row["completion"]: row for row in (group[0], group[-1])}.values()
+    return chosen
+
+
+def sample_rows(runs: list[Run], phase: str) -> list[list]:
+    """Return the rows of the table of a phase's samples, without columns that would be empty.
+
+    Held-out prompts are the same at each scoring, so all answers to one stand together.
+    """
+    rows = []
+    for run in runs:
+        of_phase = [row for row in run.samples if row["phase"] == phase]
+        for row in chosen_samples(of_phase):
+            cells = {"step": row["step"], "run": run.name}
+            cells |= {name: shown_text(row[name]) for name in ("prompt", "completion")}
+            cells["ended"] = "yes" if row.get("finished") else "no"
+            if row.get("answer") is not None:
+                cells["wanted"] = shown_text(str(row["answer"]))
+            if row["rewards"]:
+                cells["reward"] = row["reward"]
+            if len(row["rewards"]) > 1:
+                parts = [f"{name} {show(value)}" for name, value in row["rewards"].items()]
+                cells["by function"] = ", ".join(parts)
+            if row.get("advantage") is not None:
+                cells["advantage"] = row["advantage"]
+            rows.append(cells)
+    if phase == "held_out":
+        rows.sort(key=lambda row: (row["prompt"], row["step"]))
+    filled = set().union(*rows)
+    names = [name for name in SAMPLE_COLUMNS if name in filled]
+    if len(runs) == 1:
+        names.remove("run")
+    table = [names]
+    for row in rows:
+        table.append([row.get(name) for name in names])
+    return table
 
 
 def is_constant(runs: list[Run], name: str) -> bool:
@@ -796,14 +811,21 @@ def draw_artifacts(page: list[str], runs: list[Run]) -> None:
 
 
 def draw_family(page: list[str], runs: list[Run], family: Family) -> None:
-    """Draw the series of the runs of one kind of training."""
+    """Show scores and samples of the runs of one kind of training, and draw their series."""
     page.append(f"<h2>{family.heading}</h2>\n")
+    if any(run.result.get("before") for run in runs):
+        page.append(f"<h3>Held-out scores</h3>\n{html_table(gain_rows(runs))}")
+    samples = itertools.chain(*(run.samples for run in runs))
+    for phase in sorted({row["phase"] for row in samples}):
+        rows = html_table(sample_rows(runs, phase), "texts")
+        page.append(f"<h3>Samples: {html.escape(phase.replace('_', ' '))}</h3>\n{rows}")
     others = {}
     for run in runs:
         others |= dict.fromkeys(run.log.series)
     others = [name for name in others if name not in {*family.main_series, *NOT_DRAWN}]
     constant = [name for name in others if is_constant(runs, name)]
     others = [name for name in others if name not in constant]
+    others.sort(key=lambda name: not name.startswith(family.first_series))
     groups = [([name], AXES) for name in family.main_series]
     for names, axes in [*groups, (others, ["step"])]:
         page.append('<div class="plots">')
@@ -831,7 +853,6 @@ def render(runs: list[Run]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{CSS}</style></head><body>\n<h1>{title}</h1>\n"
     ]
-    samples = {run.name: read_samples(run) for run in runs}
     for run in runs:
         page += [f"<p>{html.escape(f'{run.name}: {note}')}</p>\n" for note in run.notes]
     if len({run.result.get("manifest_sha256") for run in runs} - {None}) > 1:
@@ -840,19 +861,15 @@ def render(runs: list[Run]) -> str:
             "compared.</p>\n"
         )
     page.append(color_key({run.name: run.color for run in runs}, "runs"))
-    page.append("<p>Diamonds: the model read back from the artifact. Bands: 95% intervals.</p>\n")
     page.append("<h2>Results</h2>\n" + runs_table(runs, [result_rows(run) for run in runs]))
-    for run in runs:
-        if run.result.get("before"):
-            page.append(f"<h2>{html.escape(run.name)}: held-out scores before and after</h2>\n")
-            page.append(html_table(gain_rows(run.result)))
-    for name, rows in samples.items():
-        if rows:
-            page.append(f"<h2>{html.escape(name)}: samples</h2>\n{html_table(sample_rows(rows))}")
     for key, family in FAMILIES.items():
         members = [run for run in runs if run.family == key]
         if members:
             draw_family(page, members, family)
+    page.append(
+        "<p>Diamonds: the end of a run, of train_gpt.py the model read back from the artifact. "
+        "Bands: 95% intervals.</p>\n"
+    )
     page.append('<h2>Schedule and step time</h2>\n<div class="plots">')
     for run in runs:
         draw_schedule(page, run)

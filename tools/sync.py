@@ -75,6 +75,7 @@ ORDER = (
     "rows",
     "responses",
     "start",
+    "recorded",
     "sharding",
     "finetuning",
     "intervals",
