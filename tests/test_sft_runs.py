@@ -3,6 +3,7 @@ distillation; the guides.
 """
 
 import functools
+import json
 import re
 import signal
 import string
@@ -148,8 +149,8 @@ def test_recorded_answers_are_what_the_model_writes(place, straight):
     rows = [json.loads(line) for line in lines]
     steps = place.result(straight)["steps"]
     assert {row["step"] for row in rows} >= {0, steps}
-    assert len({row["prompt"] for row in rows}) == P.RECORDED_PROMPTS
-    network, tokenizer, _ = P.load_model("INIT_FROM", str(place.of(straight)))
+    assert len({row["prompt"] for row in rows}) == S.RECORDED_PROMPTS
+    network, tokenizer, _ = P.load_model("ARTIFACT", str(place.of(straight) / "final"))
     for row in rows:
         assert row["phase"] == "held_out" and row["answer"] == row["prompt"].upper()
         if row["step"] == steps:
@@ -157,7 +158,7 @@ def test_recorded_answers_are_what_the_model_writes(place, straight):
             (sample,) = P.generate(network, [prompt], 1, 4, 0.0, [(0,)], P.stop_ids(tokenizer))
             assert row["completion"] == P.completion(tokenizer, prompt, sample.ids)
             assert row["finished"] == sample.finished
-    prompt = rows[-P.RECORDED_PROMPTS]["prompt"]
+    prompt = rows[-S.RECORDED_PROMPTS]["prompt"]
     assert f"sample: end, held out, prompt {prompt!r}\n" in place.log(straight)
 
 
