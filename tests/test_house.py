@@ -24,7 +24,7 @@ LINES_PER_CONFIG, COLUMNS = 15, 120
 TOKENS = {
     "train_gpt.py": 31_500,
     "train_sft.py": 39_500,
-    "train_dpo.py": 38_500,
+    "train_dpo.py": 39_500,
     "train_ppo.py": 46_500,
     "train_grpo.py": 47_500,
     "train_gspo.py": 47_500,
