@@ -1232,12 +1232,15 @@ def render_templates(environment):
         return "".join(parts)
 
     templates = {}
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, resource.RLIM_INFINITY))
+    # The upper limits stay as the system has them: not everybody may raise them.
+    _, most_memory = resource.getrlimit(resource.RLIMIT_AS)
+    _, most_seconds = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, most_memory))
     for line in sys.stdin:
         used = resource.getrusage(resource.RUSAGE_SELF)
         # Beyond this many seconds of a CPU the system ends the process.
         seconds = int(used.ru_utime + used.ru_stime) + 4
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most_seconds))
         try:
             reply = {"text": render(*json.loads(line))}
         except jinja2.TemplateError as error:

@@ -103,6 +103,7 @@ def test_the_artifact_meets_a_limit_and_uses_it(trained, share, widen):
     assert 1 <= last / wider < 1.1
     assert all(torch.equal(w, before[name]) for name, w in bench.net.state_dict().items())
     assert re.fullmatch(LINE.format(len(data), bench.limit), bench.lines[-1])
+    assert len(bench.lines) <= 8  # attempts, of both: each aims below the limit
 
 
 def test_a_limit_that_the_settings_meet_changes_nothing(trained):

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import CONSTANTS, ROOT, TICKS, TINY, Place, rank_environments, steps_kept
+from conftest import CONSTANTS, ROOT, TICKS, TINY, Place, rank_environments, refusal, steps_kept
 
 GUIDE = ROOT / "docs" / "runs.md"
 SHORT = dict(TINY, MODEL_DIM=48, TRAIN_BATCH_TOKENS=256, ITERATIONS=16, SAVE_EVERY=4)
@@ -208,11 +208,33 @@ def test_the_two_newest_stay_and_a_failed_save_leaves_them(tmp_path, monkeypatch
     assert newest(tmp_path / "long")[0].name == "step_1000000"
     for step in range(1, 6):
         save(tmp_path, step)
+    (tmp_path / "step_000005" / "model.pt").write_bytes(b"damaged")
+    save(tmp_path, 5)  # it takes the place of the damaged one
     monkeypatch.setattr(T.os, "fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 6)
     assert steps_kept(tmp_path) == [4, 5]
     assert newest(tmp_path) == (tmp_path / "step_000005", [])
+
+
+def test_what_a_resumed_run_writes_again_is_removed(tmp_path):
+    """Steps after the checkpoint, its scores but not those of the start, and a line that was cut."""
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": 0, "val_loss": 3}, {"step": 1, "train_time": 2}, {"step": 1, "val_loss": 2}]
+    lines = [json.dumps(row).encode() + b"\n" for row in rows]
+    for step, kept in ((0, lines[:1]), (1, lines[:2]), (2, lines)):
+        path.write_bytes(b"".join(lines) + b'{"step": 3}\n{"step": 2, "tr')
+        T.remove_repeated(path, step, lambda row: "train_time" not in row)
+        assert path.read_bytes() == b"".join(kept)
+
+
+def test_settings_of_older_runs_may_have_become_constants(tmp_path):
+    path = tmp_path / "meta.json"
+    settings = {name: 0 for name in T.Settings.__dataclass_fields__}
+    path.write_text(json.dumps({"settings": {**settings, "holdout_tokens": 131072}}))
+    assert "holdout_tokens" in T.read_record("RESUME", path)["settings"]
+    path.write_text(json.dumps({"settings": {**settings, "holdout_tokens": 5}}))
+    refusal(T.UserError, "RESUME: only one of .* has HOLDOUT_TOKENS", T.read_record, "RESUME", path)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -39,6 +39,8 @@ FIELDS = [
     (dict(tie_embeddings=False), "lacks the tensor 'head' that this script needs"),
     (dict(num_heads=0), "has settings that make no network: "),
     (dict(layers="g " * 5000), "has more than 1024 layers"),
+    (dict(rope_scaling=[8.0, "1", 4.0, 64.0]), "has rope_scaling=[8.0, '1', 4.0, 64.0]: must be 4"),
+    (dict(rope_scaling=[8.0, 1.0, 4.0]), "has rope_scaling=[8.0, 1.0, 4.0]: must be 4 numbers"),
 ]
 
 

@@ -3,6 +3,10 @@ and memory.
 """
 
 import datetime
+import json
+import resource
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -106,6 +110,19 @@ def test_one_endless_operation_is_ended(monkeypatch):
     refusal(
         S.UserError, "took more than 3 seconds|MemoryError", text_of, "{{ (10 ** (10 ** 9)) % 7 }}"
     )
+
+
+def test_limits_of_the_system_may_be_there():
+    """As of `ulimit -v` on a cluster: until 2026-11-27 every template failed behind one."""
+
+    def limit():
+        for kind, most in ((resource.RLIMIT_AS, 1 << 33), (resource.RLIMIT_CPU, 600)):
+            resource.setrlimit(kind, (most, most))
+
+    words = [sys.executable, "-c", S.TemplateProcess().code]
+    request = json.dumps(["{{ 1 + 1 }}", {}]) + "\n"
+    done = subprocess.run(words, input=request, preexec_fn=limit, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == '{"text": "2"}\n'
 
 
 def test_a_template_for_tools_is_taken_where_there_are_some():
