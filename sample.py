@@ -4313,32 +4313,34 @@ def call_rewards(rewards, rows, texts, log, seconds):
     completions; of a prompt in messages a function gets a list with a message, as in TRL. Async
     functions are awaited together. seconds: see reward_call. Raises RewardFault.
     """
-    returned = {}
+    values = {}
+    pending = []  # calls of async functions
+
+    async def finish(reward, returned):
+        with reward_call(reward, len(texts), log, seconds):
+            values[reward.name] = reward_values(reward.name, await returned, len(texts))
+
+    async def finish_all():
+        await asyncio.gather(*itertools.starmap(finish, pending))
+
     for reward in rewards:
         with reward_call(reward, len(texts), log, seconds):
             columns = reward_columns(rows, texts)  # each function has lists of its own
-            returned[reward.name] = reward.function(**taken_columns(reward, columns))
-
-    async def finish(reward):
-        with reward_call(reward, len(texts), log, seconds):
-            returned[reward.name] = await returned[reward.name]
-
-    async def finish_all():
-        pending = [reward for reward in rewards if inspect.isawaitable(returned[reward.name])]
-        await asyncio.gather(*map(finish, pending))
-
-    if any(map(inspect.isawaitable, returned.values())):
+            returned = reward.function(**taken_columns(reward, columns))
+            if inspect.isawaitable(returned):
+                pending.append((reward, returned))
+            else:
+                values[reward.name] = reward_values(reward.name, returned, len(texts))
+    if pending:
         awaited(finish_all())
-    for reward in rewards:
-        with reward_call(reward, len(texts), log, seconds):
-            returned[reward.name] = reward_values(reward.name, returned[reward.name], len(texts))
-        for value, row, text in zip(returned[reward.name], rows, texts, strict=True):
+    for name, column in values.items():
+        for value, row, text in zip(column, rows, texts, strict=True):
             if value is not None and not abs(value) < 1e15:
                 raise RewardFault(
-                    f"reward {reward.name}: must be finite and below 1e15, or None, not {value} for "
-                    f"the prompt {reprlib.repr(row['prompt'])}, completion {text!r:.80}"
+                    f"reward {name}: must be finite and below 1e15, or None, not {value} for the "
+                    f"prompt {reprlib.repr(row['prompt'])}, completion {text!r:.80}"
                 )
-    return returned
+    return {reward.name: values[reward.name] for reward in rewards}
 
 
 def weigh(rewards, answers):
