@@ -21,7 +21,7 @@ Where to change what:
     another kind of tokenizer.json        tokenizer_facts, hf_split, rank_lines
     what a tokenizer must be              check_bpe, check_ids, check_added
     chat templates and stop tokens        hf_chat, hf_templates
-    what the folder of an export has      own_files, like_files, adapter_files
+    what the folder of an export has      own_files, like_files, adapter_files, tokenizer_files
     the classes that an export brings     REMOTE_CLASSES; they stand in tools/modeling_underpar.py
     a new command                         main, make_parser
 """
@@ -2005,8 +2005,8 @@ HF_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|index\.json)
 REMOTE_CLASSES = {
     "auto_map": {
         "AutoConfig": "modeling_underpar.UnderparConfig",
+        "AutoModel": "modeling_underpar.UnderparModel",
         "AutoModelForCausalLM": "modeling_underpar.UnderparForCausalLM",
-        "AutoTokenizer": ["modeling_underpar.UnderparTokenizer", None],
     },
 }
 
@@ -2739,6 +2739,191 @@ def read_hf_tokenizer(folder, path, vocab_size):
     return tokenizer
 
 
+# ---------------------------------------------------------------------------------- tokenizer.json
+def proto_fields(data):
+    """Yield the fields of a protobuf message: number, and value, an int or bytes."""
+    file = io.BytesIO(data)
+
+    def varint():
+        value = 0
+        for shift in itertools.count(0, 7):
+            (byte,) = file.read(1)
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+
+    while file.tell() < len(data):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            yield number, varint()
+        else:
+            yield number, file.read(varint() if kind == 2 else {1: 8, 5: 4}[kind])
+
+
+def bpe_json(vocab, order, **others):
+    """Return the model of a tokenizer.json that merges the pair which makes the first piece in order.
+
+    vocab: piece -> id; order: the pieces that merges make, and of which they make them. All splits
+    of a piece are merges, as in tiktoken and SentencePiece.
+    """
+    merges = []
+    known = set(order)
+    for piece in order:
+        splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        merges += [pair for pair in splits if known.issuperset(pair)]
+    return {"type": "BPE", "dropout": None, "vocab": vocab, "merges": merges} | others
+
+
+def byte_level_json(tokenizer):
+    """Return the parts of a tokenizer.json for a rank file, or for `bytes`."""
+    letters = {byte: letter for letter, byte in byte_of_letters().items()}
+    facts = tokenizer.facts
+    added = [text.encode() for text in facts.get("added", {})]  # some are shown as text
+    vocab = {}
+    for i, piece in enumerate(tokenizer.pieces):
+        if piece and piece not in added:
+            vocab["".join(letters[byte] for byte in piece)] = i
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    byte_level["trim_offsets"] = True
+    steps = [byte_level]
+    if "split" in facts:
+        # A possessive count of tiktoken's is a repeated group for tokenizers.
+        pattern = {"Regex": facts["split"].replace("{1,3}+", "{1,3}")}
+        split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        steps.insert(0, split)
+    return {
+        "normalizer": {"type": "NFC"} if facts.get("nfc") else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": byte_level,
+        # tiktoken takes a part of a text that is a piece, whatever its merges are.
+        "model": bpe_json(vocab, list(vocab), ignore_merges="split" in facts),
+    }
+
+
+def space_json(normalizer):
+    """Return the normalizers and decoders of a tokenizer.json, by a SentencePiece normalizer_spec."""
+    steps = []
+    if normalizer.get(2):  # precompiled_charsmap
+        charsmap = base64.b64encode(normalizer[2]).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if normalizer.get(4, 1):  # remove_extra_whitespaces
+        for pattern, content in (("^ +| +$", ""), (" {2,}", " ")):
+            steps.append({"type": "Replace", "pattern": {"Regex": pattern}, "content": content})
+    if normalizer.get(3, 1):  # add_dummy_prefix
+        steps.append({"type": "Prepend", "prepend": "\u2581"})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"})
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if normalizer.get(3, 1):
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return steps, decoders
+
+
+def sentencepiece_json(tokenizer):
+    """Return the parts of a tokenizer.json for a SentencePiece model, and its added tokens.
+
+    The numbers are those of fields in sentencepiece_model.proto. Raises UserError.
+    """
+    proto = list(proto_fields(tokenizer.content))
+    pieces = [dict(proto_fields(value)) for number, value in proto if number == 1]
+    trainer, normalizer = (dict(proto_fields(dict(proto)[number])) for number in (2, 3))
+    names = [piece[1].decode() for piece in pieces]
+    kinds = [
+        piece.get(3, 1) for piece in pieces
+    ]  # 1 normal, 2 unknown, 3 control, 4 user's, 6 byte
+    scores = [struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in pieces]
+    added = {name: i for i, name in enumerate(names) if kinds[i] in (2, 3)}
+    for i, name in enumerate(names):
+        if kinds[i] == 4 and len(name) > 1:
+            added[name] = i
+            if normalizer.get(3, 1):  # add_dummy_prefix
+                raise UserError(
+                    f"tokenizer.model: user_defined_symbols {name!r:.50}: must be one letter"
+                )
+
+    steps, decoders = space_json(normalizer)
+    vocab = {name: i for i, name in enumerate(names)}
+    unknown = names[kinds.index(2)]
+    if trainer.get(3, 1) == 1:  # model_type: Unigram
+        pairs = list(zip(names, scores, strict=True))
+        model = {"type": "Unigram", "unk_id": vocab[unknown], "vocab": pairs}
+        model["byte_fallback"] = 6 in kinds
+    elif trainer[3] == 2:
+        order = [i for i, kind in enumerate(kinds) if kind == 1]
+        order.sort(key=lambda i: -scores[i])
+        order = [names[i] for i in order]
+        options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": 6 in kinds}
+        model = bpe_json(vocab, order, **options)
+    else:
+        raise UserError("tokenizer.model: model_type: must be unigram or bpe")
+    return added, {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
+    }
+
+
+def tokenizer_files(tokenizer):
+    """Return the files that a tokenizer of these scripts has in transformers, by name.
+
+    The chat template is the imported model's, or one that writes conversations as these scripts do.
+    A tokenizer without roles and template has none.
+    """
+    facts = tokenizer.facts
+    bos_id = tokenizer.bos_id
+    if tokenizer.file == "tokenizer.model":
+        added, parts = sentencepiece_json(tokenizer)
+    else:
+        parts = byte_level_json(tokenizer)
+        added = facts.get("added", {"<|endoftext|>": bos_id})
+    added = added | tokenizer.roles
+    if parts["model"]["type"] == "BPE":
+        parts["model"]["vocab"] |= added  # otherwise tokenizers numbers them itself
+    bos = next(text for text, i in added.items() if i == bos_id)
+    processor = None
+    if begin_ids(tokenizer):
+        first = {"SpecialToken": {"id": bos, "type_id": 0}}
+        texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+        processor = {
+            "type": "TemplateProcessing",
+            "single": [first, texts[0]],
+            "pair": [first, *texts],
+        }
+        processor["special_tokens"] = {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}
+    tokens = [
+        {
+            "id": i,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": text in facts.get("normalized", []),
+            "special": not tokenizer.pieces[i],
+        }
+        for text, i in sorted(added.items(), key=lambda item: item[1])
+    ]
+    names = {"bos_token": bos, "eos_token": bos, "pad_token": bos} | facts.get("names", {})
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {name: text for name, text in names.items() if text}
+    template = facts.get("template")
+    if tokenizer.roles:
+        template = read_tool("chat_template.jinja").decode()  # the layout of asked_ids
+        if not begin_ids(tokenizer):
+            template = template.replace("{{- bos_token }}\n", "")
+    if template:
+        config["chat_template"] = template
+    files = {"tokenizer_config.json": json_bytes(config)}
+    parts |= {"version": "1.0", "added_tokens": tokens, "post_processor": processor}
+    files["tokenizer.json"] = json_bytes(parts)
+    if tokenizer.file == "tokenizer.model":
+        files[tokenizer.file] = tokenizer.content
+    return files
+
+
 def import_(args):
     """Read a model of transformers into a run folder: config.json, safetensors, tokenizer."""
     shape = read_hf_shape(args.folder)
@@ -2798,14 +2983,14 @@ def save_safetensors(state):
 def own_files(source, network):
     """Return the files of a model in float32, by name.
 
-    The tokenizer comes with its code, and so does a network that transformers has no class for.
-    An answer ends where those of sample.py end: at the stop tokens of an imported model, or at the
-    BOS of the next document and at <|end|>.
+    A network that transformers has no class for comes with its code. An answer ends where those of
+    sample.py end: at the stop tokens of an imported model, or at the BOS of the next document and
+    at <|end|>.
     """
     tokenizer = find_tokenizer(source, given_tokenizer())
-    has_added_roles = source.shape["vocab_size"] > tokenizer.vocab_size
-    if has_added_roles:
+    if source.shape["vocab_size"] > tokenizer.vocab_size:
         tokenizer = with_roles(tokenizer)
+    files = tokenizer_files(tokenizer)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(stop_ids(tokenizer))}
     try:
         config = hf_config(network.config)
@@ -2819,15 +3004,11 @@ def own_files(source, network):
             "shape": source.shape,
         }
         state = remote_names(source.tensors)
-    generation = ids | {"pad_token_id": ids["eos_token_id"][0]}
-    tokenizer_config = REMOTE_CLASSES | chat_facts(tokenizer, has_added_roles)
-    return {
+        files["modeling_underpar.py"] = read_tool("modeling_underpar.py")
+    return files | {
         "model.safetensors": save_safetensors(state),
         "config.json": json_bytes(config | ids | {"dtype": "float32"}),
-        "generation_config.json": json_bytes(generation),
-        "tokenizer_config.json": json_bytes(tokenizer_config),
-        tokenizer.file: tokenizer.content,
-        "modeling_underpar.py": read_tool("modeling_underpar.py"),
+        "generation_config.json": json_bytes(ids | {"pad_token_id": ids["eos_token_id"][0]}),
     }
 
 
@@ -2846,20 +3027,6 @@ def read_tool(name):
             "repository along with this script"
         )
     return path.read_bytes()
-
-
-def chat_facts(tokenizer, has_added_roles):
-    """Return the entries of tokenizer_config.json about conversations.
-
-    The chat template is the imported model's, or one that writes conversations as these scripts do.
-    A tokenizer without role tokens has none.
-    """
-    facts = {"has_added_roles": has_added_roles}
-    template = tokenizer.facts.get("template")
-    if tokenizer.roles:
-        # The layout of asked_ids, as a template of transformers.
-        template = read_tool("chat_template.jinja").decode()
-    return facts | {"chat_template": template} if template else facts
 
 
 def like_files(folder, source, network):
@@ -2899,11 +3066,14 @@ def like_files(folder, source, network):
     if count > text["vocab_size"]:
         text["vocab_size"] = count
         files["config.json"] = json_bytes(config)
-    if count > find_tokenizer(source, "").vocab_size:
-        print(
-            f"the four ids before {count} are <|system|>, <|user|>, <|assistant|> and <|end|>, which "
-            f"the tokenizer of {folder} does not have"
-        )
+    tokenizer = find_tokenizer(source, "")
+    if count > tokenizer.vocab_size:
+        # The folder's tokenizer lacks the role tokens, and its answers end without <|end|>.
+        tokenizer = with_roles(tokenizer)
+        files |= tokenizer_files(tokenizer)
+        ends = {"eos_token_id": sorted(stop_ids(tokenizer))}
+        generation = read_json(folder / "generation_config.json") | ends
+        files["generation_config.json"] = json_bytes(generation)
     return files | {"model.safetensors": save_safetensors(state)}
 
 

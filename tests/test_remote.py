@@ -1,8 +1,10 @@
 """An export of a network that transformers has no class for: it brings its code and its tokenizer."""
 
+import copy
 import dataclasses
 import io
 import json
+import random
 import subprocess
 import sys
 
@@ -130,14 +132,12 @@ def test_files_of_an_export(exported, transformers, tmp_path):
         assert torch.equal(param, model.get_parameter(name).bfloat16())
 
 
-def sentencepiece_model(path):
+def sentencepiece_model(path, **changes):
     """Write a SentencePiece model like those of the published FineWeb data: with a dummy prefix."""
     import sentencepiece
 
     content = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the cat sat on the mat", "a naïve café", "12345"] * 9),
-        model_writer=content,
+    options = dict(
         vocab_size=320,
         model_type="bpe",
         byte_fallback=True,
@@ -148,35 +148,68 @@ def sentencepiece_model(path):
         minloglevel=2,
         num_threads=1,
     )
+    sentences = iter(["the cat sat on the mat", "a naïve café", "12345", "def f(x):\n  return"] * 9)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=sentences, model_writer=content, **options | changes
+    )
     path.write_bytes(content.getvalue())
 
 
-@pytest.mark.parametrize("kind", ["bytes", "tokenizer.model", "imported.tiktoken"])
+def random_texts(count):
+    """Return texts of letters, marks, spaces and rarer characters, and the empty one."""
+    parts = [*"abcthe mat sat on  0123456789\n\t.,'é", "naïve ", "日本", "🙂", "  ", "'re", " the"]
+    parts += ["I'LL", "\r\n", "\xa0", "▁", "def f(x):", "\x00", "\x7f", "<s>"]
+    generator = random.Random(4)
+    return [
+        "",
+        *("".join(generator.choices(parts, k=generator.randrange(1, 60))) for _ in range(count)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", ["bytes", "tokenizer.model", "ours", "unigram", "imported.tiktoken"]
+)
 def test_the_tokenizer(exported, transformers, tmp_path, kind):
-    """Ids are those of section encoding behind BOS, if texts begin with it; decoded they are the text."""
+    """Ids are those of section encoding behind BOS, if texts begin with it; decoded they are the text.
+
+    tokenizer.json needs no code of ours, and is for the package tokenizers, which `transformers
+    serve` streams with.
+    """
     run = tmp_path / "run"
     run.mkdir()
+    texts = random_texts(300)
     if kind == "tokenizer.model":
         sentencepiece_model(run / kind)
+    elif kind == "ours":
+        kind = "tokenizer.model"
+        ours = dict(add_dummy_prefix=False, remove_extra_whitespaces=False)
+        ours |= dict(normalization_rule_name="identity", allow_whitespace_only_pieces=True)
+        ours |= dict(user_defined_symbols=["\n"], control_symbols=list(sample.ROLE_TOKENS))
+        sentencepiece_model(run / kind, **ours)
+    elif kind == "unigram":
+        kind = "tokenizer.model"
+        sentencepiece_model(run / kind, model_type="unigram", hard_vocab_limit=False)
+        texts = [text.replace("<s>", "") for text in texts]  # pieces of it, in transformers too
     elif kind == "imported.tiktoken":
         train_tokenizer("llama3").save(str(tmp_path / "tokenizer.json"))
         (run / kind).write_bytes(C.hf_tokenizer(tmp_path, 1000).content)
     tokenizer = S.load_tokenizer(run / kind)
     changes = dict(vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
     exported(T.GPT(dataclasses.replace(network().config, **changes)))
-    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert found.is_fast
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert found(text, add_special_tokens=False, split_special_tokens=True).input_ids == ids
+        assert found.decode(ids) == sample.decode_bytes(tokenizer, ids).decode(errors="replace")
     bos = tokenizer.bos_id
     begin = sample.begin_ids(tokenizer)
     assert begin == ([] if kind == "imported.tiktoken" else [bos])
     assert found.bos_token_id == bos
-    assert len(found) == found.vocab_size == tokenizer.vocab_size
-    for text in ("the cat", "", "naïve café 12345", f"a {found.bos_token} b", "x <|user|> .", "🙂"):
-        plain = found(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        assert plain == tokenizer.encode(text)
-        assert found.decode([*begin, *plain], skip_special_tokens=True) == text
-        assert found.decode([bos, *plain]) == found.bos_token + text
-        if "<|" not in text:
-            assert found(text).input_ids == [*begin, *plain]
+    for text in ("the cat", "", "naïve café 12345", "🙂"):
+        ids = [*begin, *tokenizer.encode(text)]
+        assert found(text).input_ids == ids
+        assert found.decode(ids, skip_special_tokens=True) == text
     marked = found(f"a {found.bos_token} b", add_special_tokens=False).input_ids
     assert marked.count(bos) == 1
     batch = found(["a", "the cat"], padding=True, padding_side="left", return_tensors="pt")
@@ -303,3 +336,102 @@ def test_a_process_without_these_scripts(call, tmp_path):
     prompts = [[1, *(4 + byte for byte in text)] for text in (b"the cat", b"a")]
     samples = sample.generate(net, prompts, 1, 9, 0.0, [(0,), (1,)], frozenset())
     assert json.loads(done.stdout.splitlines()[-1]) == [row.ids for row in samples]
+
+
+@pytest.mark.parametrize("name", ["D", "depth", "ngrams"])
+def test_what_transformers_asks_of_a_model(exported, transformers, tmp_path, name):
+    """Labels, hidden states, embeddings, tuples, positions, checkpointing, resizing; or an error."""
+    model = exported(network(**LAYOUTS[name]))
+    ids = texts()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[2, -4:] = 0
+    labels = ids.where(mask.bool(), -100)
+    output = model(ids, attention_mask=mask, labels=labels, output_hidden_states=True)
+    picks = output.logits[:, :-1].transpose(1, 2)
+    expected = torch.nn.functional.cross_entropy(picks, labels[:, 1:], ignore_index=-100)
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    states = output.hidden_states
+    assert len(states) == 5 and all(state.shape == (3, 40, 32) for state in states)
+    base = model.model(ids, attention_mask=mask)
+    assert torch.equal(base.last_hidden_state, states[-1])
+    loss, logits = model(ids, attention_mask=mask, labels=labels, return_dict=False)
+    assert torch.equal(loss, output.loss) and torch.equal(logits, output.logits)
+
+    positions = (mask.cumsum(1) - 1).clamp(0)
+    same = model(ids, attention_mask=mask, position_ids=positions)
+    assert torch.equal(same.logits, output.logits)
+    gap = mask.clone()
+    gap[1, 7] = 0
+    for wrong in (
+        {"position_ids": positions + 1},
+        {"attention_mask": gap},
+        {"attention_mask": mask[:, None, None]},
+        {"output_attentions": True},
+        {"inputs_embeds": torch.zeros(3, 40, 32)},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            model(ids, **{"attention_mask": mask, **wrong})
+    with pytest.raises(TypeError, match="cache_position"):
+        model(ids, cache_position=positions)
+
+    embeds = model.get_input_embeddings()(ids)
+    if name == "ngrams":
+        with pytest.raises(ValueError, match="inputs_embeds"):
+            model(inputs_embeds=embeds)
+    else:
+        assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
+        options = dict(max_new_tokens=5, do_sample=False, eos_token_id=None)
+        options["attention_mask"] = torch.ones_like(ids)
+        wanted = model.generate(ids, **options)[:, 40:]
+        assert torch.equal(model.generate(inputs_embeds=embeds, **options), wanted)
+
+    loss.backward()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model.train()
+    model(ids, attention_mask=mask, labels=labels).loss.backward()
+    for name, param in model.named_parameters():
+        assert torch.equal(param.grad, gradients[name])
+
+    model.resize_token_embeddings(270)
+    model.save_pretrained(tmp_path / "larger")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "larger", trust_remote_code=True, device_map="cpu"
+    )
+    logits = again(ids, attention_mask=mask).logits
+    assert logits.shape[-1] == 270 and (logits[..., :264] - output.logits).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_a_cache_can_be_copied(exported):
+    """A prefix is read once, and two texts go on from copies of its cache."""
+    model = exported(network(layer_pattern="g s"))
+    ids = texts()
+    cache = model(ids[:, :30], use_cache=True).past_key_values
+    for end in (35, 40):
+        again = copy.deepcopy(cache)
+        logits = model(ids[:, 30:end], past_key_values=again).logits
+        assert (logits - model(ids[:, :end]).logits[:, 30:]).abs().max() < 1e-4
+
+
+def test_adapters_of_peft(exported):
+    """PEFT finds the matrices by name, trains adapters, and merges them."""
+    peft = pytest.importorskip("peft")
+    model = exported(network(layer_pattern="g s"))
+    ids = texts()
+    before = model(ids).logits
+    names = ["w_qkvg", "w_qkv", "w_o", "w_up", "w_down"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=names)
+    model = peft.get_peft_model(model, config)
+    assert (model(ids).logits - before).abs().max() < 1e-5
+    model(ids, labels=ids).loss.backward()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    assert len(trained) == 16 and all(param.grad is not None for param in trained)
+    with torch.no_grad():
+        for param in trained:
+            param += 0.1 * torch.randn_like(param)
+    after = model(ids).logits
+    assert (after - before).abs().max() > 0.1
+    merged = model.merge_and_unload()
+    assert (merged(ids).logits - after).abs().max() < 1e-4

@@ -1,342 +1,23 @@
 """A model of these scripts for transformers, with trust_remote_code=True.
 
-`convert.py export` copies this file into a folder whose network or tokenizer transformers has no
-class for. It is whole by itself: sections between `# === shared:` fences are those of sample.py,
-byte for byte (tools/sync.py), and the classes behind them fit these to transformers.
+`convert.py export` copies this file into a folder whose network transformers has no class for. It
+is whole by itself: sections between `# === shared:` fences are those of sample.py, byte for byte
+(tools/sync.py), and the classes behind them fit these to transformers.
 """
 
-import base64
 import contextlib
 import functools
-import hashlib
-import json
 import math
-import re
-import unicodedata
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 
-import numpy as np
-import regex
-import sentencepiece
-import tiktoken
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
-from transformers import (
-    AddedToken,
-    GenerationMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizer,
-)
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-
-
-class UserError(ValueError):
-    """A tokenizer's file or a text is not as it must be."""
-
-
-# === shared: tokenizer ===
-@dataclass
-class Tokenizer:
-    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
-
-    After a boundary (a control, unknown or unused token) they are without the space that some
-    SentencePiece models put before every text.
-    """
-
-    file: str  # name of the file that holds the tokenizer; "bytes" needs none
-    content: bytes  # of that file; its SHA-256 tells tokenizers apart
-    bos_id: int
-    pieces: list  # bytes that each token decodes to, b"" for boundaries
-    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
-    encode_marked: Callable = None
-    roles: dict = None
-    facts: dict = None
-
-    def __post_init__(self):
-        self.sha256 = hashlib.sha256(self.content).hexdigest()
-        self.vocab_size = len(self.pieces)
-        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
-        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
-
-
-def read_tokenizer(path, facts):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
-    one, `bytes`.
-
-    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
-    """
-    path = Path(path)
-    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".tiktoken":
-            return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer(content)
-    except (OSError, LookupError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of the data, or bytes"
-        ) from error
-
-
-def rank_tokenizer(file, content, facts):
-    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
-
-    The file of an imported model is JSON: such lines as `ranks`, and facts.
-    """
-    ranks = content
-    if content.startswith(b"{"):
-        facts = json.loads(content)
-        ranks = facts["ranks"]
-    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
-    for line in ranks.splitlines():
-        piece, rank = line.split()
-        pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces)
-
-
-def sentencepiece_tokenizer(content):
-    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    if model.bos_id() < 0:
-        raise ValueError("empty, or without the BOS token of every document")
-    pieces = []
-    drops_space = []
-    for i in range(model.vocab_size()):
-        name = model.id_to_piece(i)
-        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
-        if model.is_byte(i):
-            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i):
-            piece = b""
-        pieces.append(piece)
-        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
-        drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
-
-
-# === end: tokenizer ===
-
-
-# === shared: encoding ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-# Published encodings: the hash of their rank file and what that file does not contain. Every
-# document begins with <|endoftext|>. The regular expressions are copied from
-# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
-ENCODINGS = {
-    "gpt2": dict(
-        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        bos_id=50256,
-        vocab_size=50257,  # with all special tokens and unused ids
-        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-    ),
-    "cl100k_base": dict(
-        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        bos_id=100257,
-        vocab_size=100277,  # with all special tokens and unused ids
-        split=(
-            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-        ),
-    ),
-    "o200k_base": dict(
-        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        bos_id=199999,
-        vocab_size=200019,  # with all special tokens and unused ids
-        split=(
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        ),
-    ),
-}
-
-
-# From a run of 999,940 spaces on, the stack of tiktoken's regular expressions overflows.
-LONG_SPACE = re.compile(r"(?<!\s)\s{500000}")
-
-
-class BytePairEncoder:
-    """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
-
-    def __init__(self, tokenizer, facts):
-        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
-        added = facts.get("added", {})
-        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
-        for text in added:  # some of them are shown as text, and no merge makes them
-            ranks.pop(text.encode(), None)
-        # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
-        # beyond the vocabulary, by which they are found.
-        lacking = [bytes([byte]) for byte in range(256) if bytes([byte]) not in ranks]
-        self.lacking = b"".join(lacking)
-        self.vocab_size = tokenizer.vocab_size
-        ranks |= {byte: self.vocab_size + place for place, byte in enumerate(lacking)}
-        self.bpe = tiktoken.Encoding(
-            tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
-        )
-        self.split = regex.compile(facts["split"])
-        self.form = "NFC" if facts.get("nfc") else ""
-        # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-        late = {self.normalize(text): added[text] for text in facts.get("normalized", [])}
-        self.added = added | late
-        self.marks = added_pattern(added.keys() - facts.get("normalized", []))
-        self.late_marks = added_pattern(late)
-
-    def normalize(self, text):
-        """Return a text in the normal form in which accents are part of their letters (NFC)."""
-        return unicodedata.normalize(self.form, text) if self.form else text
-
-    def encode(self, text):
-        """Return the ids of a text in which added tokens are plain text. Raises UserError."""
-        return self.encode_part(self.normalize(check_unicode(text)))
-
-    def encode_marked(self, text):
-        """Return the ids of a text in which added tokens are what they stand for."""
-        ids = []
-        for place, part in enumerate(self.marks.split(check_unicode(text))):
-            if place % 2:  # parts and the marks between them take turns
-                ids.append(self.added[part])
-                continue
-            for late_place, late_part in enumerate(self.late_marks.split(self.normalize(part))):
-                if late_place % 2:
-                    ids.append(self.added[late_part])
-                else:
-                    ids += self.encode_part(late_part)
-        return ids
-
-    def encode_part(self, text):
-        """Return the ids of a text without added tokens."""
-        if len(text) < 500_000 or not LONG_SPACE.search(text):
-            ids = self.bpe.encode_ordinary(text)
-            if not self.lacking or max(ids, default=0) < self.vocab_size:
-                return ids
-        ids = []
-        for match in self.split.finditer(text):
-            # What stands on both sides of a dropped byte may merge.
-            piece = match[0].encode().translate(None, self.lacking)
-            if piece:
-                ids += self.bpe._encode_single_piece(piece)
-        return ids
-
-
-def added_pattern(texts):
-    """Return the regular expression of added tokens, in a group; the longest counts, as in tokenizers."""
-    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
-    return re.compile(f"({'|'.join(longest_first) or '(?!)'})")
-
-
-def check_unicode(text):
-    """Return a text that has no half of a surrogate pair. Raises UserError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"text {text[error.start :]!r:.20} at character {error.start}: half a surrogate pair, "
-            "which is no Unicode"
-        ) from None
-    return text
-
-
-def load_tokenizer(path):
-    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    path = Path(path)
-    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
-        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
-
-
-def add_encoder(tokenizer):
-    """Give a Tokenizer its attributes from `encode` on, and return it.
-
-    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
-    imported model, the same, but its added tokens are what they stand for. Both raise UserError for
-    half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
-    """
-    name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name, {})
-    if facts and tokenizer.sha256 != facts["sha256"]:
-        raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model
-        facts = json.loads(tokenizer.content)
-    tokenizer.facts = facts
-    tokenizer.roles = {}
-    if name == "bytes":
-        tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
-        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-    elif facts:
-        encoder = BytePairEncoder(tokenizer, facts)
-        tokenizer.encode = encoder.encode
-        tokenizer.encode_marked = encoder.encode_marked
-    else:
-        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
-        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
-        tokenizer.encode = lambda text: model.encode(check_unicode(text))
-        for role in ROLE_TOKENS:
-            i = model.piece_to_id(role)
-            # Only control tokens cannot be written in a text, so that no user can forge a role.
-            if model.is_control(i):
-                tokenizer.roles[role] = i
-    return tokenizer
-
-
-# === end: encoding ===
-
-
-# === shared: roles ===
-def begin_ids(tokenizer):
-    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
-    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
-
-
-def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
-
-    An imported model with a chat template needs none.
-    """
-    if tokenizer.roles or "template" in tokenizer.facts:
-        return tokenizer
-    count = len(ROLE_TOKENS)
-    return replace(
-        tokenizer,
-        pieces=tokenizer.pieces + [b""] * count,
-        drops_space=np.append(tokenizer.drops_space, [False] * count),
-        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
-    )
-
-
-# === end: roles ===
-
-
-# === shared: text ===
-def decode_bytes(tokenizer, ids):
-    """Return the bytes of tokens that begin a document; data/prepare.py counts exactly these."""
-    ids = np.asarray(ids, dtype=np.int64)
-    previous = np.append(tokenizer.bos_id, ids)[:-1]
-    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
-    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
-    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
-
-
-def completion(tokenizer, prompt, ids):
-    """Return the text of `ids`, sampled after the ids of a prompt. BOS and roles are no text."""
-    length = len(decode_bytes(tokenizer, prompt))
-    return decode_bytes(tokenizer, [*prompt, *ids])[length:].decode(errors="replace")
-
-
-# === end: text ===
-
 
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
@@ -1455,30 +1136,28 @@ class UnderparForCausalLM(UnderparPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids,
+        next_sequence_length=None,
         past_key_values=None,
-        attention_mask=None,
         inputs_embeds=None,
         position_ids=None,
-        **others,
+        **kwargs,
     ):
         """Return the arguments of `forward`: behind a cache the tokens that it does not have."""
-        texts = input_ids if attention_mask is None else attention_mask
-        count = texts.size(1)
         if past_key_values is not None:
-            count -= past_key_values.get_seq_length()
-            input_ids = input_ids[:, -count:]
+            if next_sequence_length:
+                input_ids = input_ids[:, -next_sequence_length:]
             inputs_embeds = None
         elif inputs_embeds is not None:
-            # They begin the texts; input_ids are what came after them.
-            inputs_embeds = torch.cat([inputs_embeds, self.model.embed_tokens(input_ids)], 1)
-            input_ids = None
+            input_ids = None  # transformers generates with a cache then
         if position_ids is not None:
+            count = (input_ids if inputs_embeds is None else inputs_embeds).size(1)
             position_ids = position_ids[:, -count:]
-        names = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states")
-        return {name: others[name] for name in names if name in others} | {
+        for name in ("labels", "is_first_iteration"):
+            kwargs.pop(name, None)
+        return {
+            **kwargs,
             "input_ids": input_ids,
             "past_key_values": past_key_values,
-            "attention_mask": attention_mask,
             "inputs_embeds": inputs_embeds,
             "position_ids": position_ids,
         }
@@ -1536,72 +1215,5 @@ class UnderparForCausalLM(UnderparPreTrainedModel, GenerationMixin):
         return output if return_dict else output.to_tuple()
 
 
-class UnderparTokenizer(PreTrainedTokenizer):
-    """A SentencePiece model, a rank file, or `bytes`. The name of token 5 is <|5|>.
-
-    The names of BOS, of role tokens and of an imported model's added tokens are these tokens in a
-    text, as everywhere in transformers; with split_special_tokens=True they are plain text. Texts
-    begin with BOS, if those of the model do.
-    """
-
-    # transformers gives the path of the one that there is.
-    vocab_files_names = {
-        "sentencepiece": "tokenizer.model",
-        "bytes": "bytes",
-        **{name: f"{name}.tiktoken" for name in ("imported", *ENCODINGS)},
-    }
-    model_input_names = ["input_ids", "attention_mask"]
-
-    def __init__(self, **others):
-        paths = [others[name] for name in self.vocab_files_names if others.get(name)]
-        self.inner = load_tokenizer(paths[0])
-        if others.get("has_added_roles"):
-            self.inner = with_roles(self.inner)
-        bos_id = self.inner.bos_id
-        self.names = {bos_id: f"<|{bos_id}|>"}  # id -> text, of tokens that a text can name
-        for tokens in (self.inner.roles, self.inner.facts.get("added", {})):
-            self.names |= {i: text for text, i in tokens.items()}
-        self.ids = {text: i for i, text in self.names.items()}
-        added = {}
-        for i, text in self.names.items():
-            # Some are shown as text, <think> for one; the others unless skip_special_tokens.
-            added[i] = AddedToken(text, normalized=False, special=not self.inner.pieces[i])
-            self.inner.pieces[i] = text.encode()
-        bos = self.names[bos_id]
-        special = {"bos_token": bos, "eos_token": bos, "pad_token": bos}
-        special |= {name: text for name, text in self.inner.facts.get("names", {}).items() if text}
-        others |= special | {"added_tokens_decoder": added, "clean_up_tokenization_spaces": False}
-        super().__init__(**others)
-
-    @property
-    def vocab_size(self):
-        """Return the number of tokens."""
-        return self.inner.vocab_size
-
-    def get_vocab(self):
-        """Return the ids of all tokens by name."""
-        return {self._convert_id_to_token(i): i for i in range(self.vocab_size)}
-
-    def _tokenize(self, text):
-        return [self._convert_id_to_token(i) for i in self.inner.encode(text)]
-
-    def _convert_token_to_id(self, token):
-        return self.ids[token] if token in self.ids else int(token[2:-2])
-
-    def _convert_id_to_token(self, index):
-        return self.names.get(index, f"<|{index}|>")
-
-    def save_vocabulary(self, save_directory, filename_prefix=None):
-        """Write the tokenizer's file and return its path, as save_pretrained asks."""
-        path = Path(save_directory, self.inner.file)
-        path.write_bytes(self.inner.content)
-        return (str(path),)
-
-    def convert_tokens_to_string(self, tokens):
-        """Return the text of tokens that begin a document."""
-        ids = [self._convert_token_to_id(token) for token in tokens]
-        return completion(self.inner, [], ids)
-
-    def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
-        """Return the ids of a text, or of two in a row, with what a text begins with."""
-        return [*begin_ids(self.inner), *token_ids_0, *(token_ids_1 or [])]
+# `transformers serve` looks for classes in the package alone.
+transformers.UnderparForCausalLM = UnderparForCausalLM
