@@ -1435,6 +1435,7 @@ def weighted_files(name, text):
     files = {}
     for part in filter(None, map(str.strip, text.split(","))):
         path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part).groups()
+        path = os.path.expanduser(path)
         if path in files or not float(weight or 1):
             raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
         files[path] = float(weight or 1)

@@ -505,6 +505,9 @@ def test_a_run_learns_and_says_so(place, request, out, float32):
     assert "note: accuracy counts pairs whose chosen reward is greater, not equal" in log
     assert "identical chosen and rejected: 1 (the first is row " in log
     assert "used 400 prompt/chosen/rejected" in log
+    [facts] = result["row_files"].values()
+    assert facts["used"] == {"prompt/chosen/rejected": 400}
+    assert facts["left_out"]["identical chosen and rejected"] == 1
     assert ("log-probabilities made and stored in " in log) == (out != "reward")
     steps = place.steps(out)
     assert len(steps) == 24 and steps[-1]["accuracy"] > 0.5
@@ -563,6 +566,20 @@ def test_two_ranks_do_what_one_does(place, straight):
     assert len(two) == 5 and place.result("ranks")["world_size"] == 2
     for first, second in zip(one, two, strict=True):
         assert first["loss"] == pytest.approx(second["loss"], abs=2e-3)
+
+
+@pytest.mark.full
+def test_fewer_pairs_than_ranks(place):
+    rows = [dict(prompt=f"p{i}", chosen="yes", rejected="no") for i in range(3)]
+    files = dict(
+        TRAIN_FILES=write_lines(place.folder / "one.jsonl", rows[:1]),
+        VAL_FILES=write_lines(place.folder / "two.jsonl", rows[1:]),
+    )
+    short = dict(ITERATIONS=2, EMA=0, SWA=0, QAT=0, SAVE_EVERY=0, PAIRS_PER_STEP=3)
+    place.ranks("few", ranks=3, **short, **files)
+    place.run("few alone", **short, **files)
+    few, alone = (place.result(name)["after"]["loss"] for name in ("few", "few alone"))
+    assert few == pytest.approx(alone, rel=1e-3)
 
 
 def test_other_objectives_end_well(place, straight):

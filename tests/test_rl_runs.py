@@ -128,6 +128,8 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     assert {name: float(settings[name]) for name in tiny if settings[name][0].isdigit()} == {
         name: float(text) for name, text in tiny.items() if text[0].isdigit()
     }
+    [facts] = result["row_files"].values()
+    assert [*facts["used"]] == ["problems"] and facts["left_out"] == {}
     assert result["init_from"] == str(place.tiny["INIT_FROM"] / "final")
     assert f"\npolicy: {result['init_from']}\nproblems: " in log
     columns = [result[key] for key in ("before", "after", "gain", "packed")]

@@ -83,6 +83,8 @@ def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
     assert 0 < sum(step["targets"] for step in steps) < result["tokens"]
     assert 285 < result["rows"] + result["before"]["rows"] < 300
     assert "data: " in log and "300 rows, used 300 Alpaca; left out none\n" in log
+    facts = {"used": {"Alpaca": 300}, "left_out": {}, "twice": 0}
+    assert result["row_files"] == {place.tiny["TRAIN_FILES"]: facts}
     assert re.search(r"^first scores: the losses of \d+ held-out rows$", log, re.M)
 
 
@@ -186,6 +188,18 @@ def test_two_ranks_learn_the_same(place, straight):
         assert two["targets"] == one["targets"]
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
+
+
+@pytest.mark.full
+def test_fewer_rows_than_ranks(place):
+    files = dict(
+        TRAIN_FILES=write_lines(place.folder / "one.jsonl", rows_of(1)),
+        VAL_FILES=write_lines(place.folder / "two.jsonl", rows_of(3)[1:]),
+    )
+    place.ranks("few", ranks=3, TRAIN_BATCH_TOKENS=384, **{**SHORT, **files})
+    place.run("few alone", TRAIN_BATCH_TOKENS=384, **{**SHORT, **files})
+    few, alone = (place.result(name)["after"]["loss"] for name in ("few", "few alone"))
+    assert few == pytest.approx(alone, rel=1e-3)
 
 
 def test_epochs_set_the_steps_where_iterations_do_not(place):
