@@ -1508,7 +1508,7 @@ MEDIA = "image images image_url audio audios video videos".split()
 LOSSES = (
     "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
     "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
-    "system system_prompt history context documents"
+    "system system_prompt history context documents chat_template_kwargs"
 ).split()
 CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
 # Names of the field that asks, in this order.
@@ -1560,12 +1560,17 @@ def json_text(value):
     return checked_text(json.dumps(value, ensure_ascii=False))
 
 
+def is_false(flag):
+    """Return whether a flag of a row is 0 or false, or a text that says so."""
+    return str(flag).lower() in ("0", "0.0", "false")
+
+
 def is_unlearned(fields):
     """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned."""
     flags = [fields.get("weight"), fields.get("train")]
     # Of a row, `loss` may be a number that somebody measured.
     flags.append(fields["loss"] if isinstance(fields.get("loss"), bool) else None)
-    return any(str(flag).lower() in ("0", "0.0", "false") for flag in flags)
+    return any(map(is_false, flags))
 
 
 def note_fields(fields, known, prefix, notes):
@@ -1573,8 +1578,8 @@ def note_fields(fields, known, prefix, notes):
     for name, value in fields.items():
         if name in known or value in (None, "", [], {}):
             continue
-        if name in ("weight", "label", "train", "loss") and value in (0, 1):
-            continue  # is_unlearned and leading_turns heed them
+        if name in ("weight", "train", "loss") and value in (0, 1):
+            continue  # is_unlearned heeds them
         kind = "not used" if name in LOSSES else "columns not read"
         notes.add((kind, prefix + str(name)))
 
@@ -1931,7 +1936,7 @@ def refuse_unlearned(row):
     """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
     if is_unlearned(row):
         raise RowError("weight 0, or train or loss false")
-    if row.get("label") is False:  # of KTO
+    if "completion" in row and is_false(row.get("label")):  # of KTO
         raise RowError("label false: an answer that is not to be learned")
     if "completions" in row and "labels" in row:
         raise RowError("completions with labels (process supervision), which no script reads")
@@ -2011,6 +2016,8 @@ def row_turns(row, notes):
         turns, used = question_turns(row, notes)
         turns += field_turns(row, "<|assistant|>", notes, *ANSWERS)
         used.append(answer)
+        if answer == "completion":
+            used.append("label")
     else:
         raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
     if name != "text":
@@ -2151,10 +2158,8 @@ def problem_of(row, notes):
     RowError.
     """
     given = {name: value for name, value in row.items() if value is not None}
-    names = [name for name in KEYS if name in given]
-    answer = given[names[0]] if names else None
-    if isinstance(answer, int | float | str) and not isinstance(answer, bool):
-        answer = text_of(given, names[0])
+    key = next((name for name in KEYS if name in given), None)
+    answer = key and answer_of(given, key, notes)
     turns, used = question_turns(given, notes)
     if turns and turns[-1][0] == "<|assistant|>" and used[0] in CONVERSATIONS:
         *turns, (_, text, *_) = turns
@@ -2169,6 +2174,20 @@ def problem_of(row, notes):
     problem = {**row, "prompt": prompt, "answer": answer}
     query_turns(problem)
     return problem
+
+
+def answer_of(row, name, notes):
+    """Return the answer in a field: a text, that of a message, or else what the field has.
+
+    Raises RowError.
+    """
+    value = row[name]
+    if isinstance(value, str):
+        return checked_text(value)
+    with contextlib.suppress(RowError):
+        turns = field_turns(row, "<|assistant|>", notes, name)
+        return turns[0][1] if len(turns) == 1 else value
+    return value
 
 
 def is_answered(problem):
@@ -2188,7 +2207,7 @@ def turn_message(turn):
     """Return a turn as a message of OpenAI's form."""
     role, text, *fields = turn
     message = {"role": role.strip("<|>"), "content": text} | dict(*fields)
-    return {name: value for name, value in message.items() if name not in THOUGHTS[1:]}
+    return {name: value for name, value in message.items() if name not in (*THOUGHTS[1:], "train")}
 
 
 def query_turns(query):

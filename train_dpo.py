@@ -1559,7 +1559,7 @@ MEDIA = "image images image_url audio audios video videos".split()
 LOSSES = (
     "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
     "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
-    "system system_prompt history context documents"
+    "system system_prompt history context documents chat_template_kwargs"
 ).split()
 CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
 # Names of the field that asks, in this order.
@@ -1611,12 +1611,17 @@ def json_text(value):
     return checked_text(json.dumps(value, ensure_ascii=False))
 
 
+def is_false(flag):
+    """Return whether a flag of a row is 0 or false, or a text that says so."""
+    return str(flag).lower() in ("0", "0.0", "false")
+
+
 def is_unlearned(fields):
     """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned."""
     flags = [fields.get("weight"), fields.get("train")]
     # Of a row, `loss` may be a number that somebody measured.
     flags.append(fields["loss"] if isinstance(fields.get("loss"), bool) else None)
-    return any(str(flag).lower() in ("0", "0.0", "false") for flag in flags)
+    return any(map(is_false, flags))
 
 
 def note_fields(fields, known, prefix, notes):
@@ -1624,8 +1629,8 @@ def note_fields(fields, known, prefix, notes):
     for name, value in fields.items():
         if name in known or value in (None, "", [], {}):
             continue
-        if name in ("weight", "label", "train", "loss") and value in (0, 1):
-            continue  # is_unlearned and leading_turns heed them
+        if name in ("weight", "train", "loss") and value in (0, 1):
+            continue  # is_unlearned heeds them
         kind = "not used" if name in LOSSES else "columns not read"
         notes.add((kind, prefix + str(name)))
 
@@ -1982,7 +1987,7 @@ def refuse_unlearned(row):
     """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
     if is_unlearned(row):
         raise RowError("weight 0, or train or loss false")
-    if row.get("label") is False:  # of KTO
+    if "completion" in row and is_false(row.get("label")):  # of KTO
         raise RowError("label false: an answer that is not to be learned")
     if "completions" in row and "labels" in row:
         raise RowError("completions with labels (process supervision), which no script reads")

@@ -128,6 +128,7 @@ RICH = [  # a row; texts of its turns by roles in our layout; what the log says 
     ),
     ({"messages": json.dumps([U, A]), "id": 3}, ["uu", "aa"], "columns not read: id"),
     ({"prompt": "u", "completion": "a", "rating": 4}, ["uu", "aa"], "not used: rating"),
+    ({"text": "u", "label": 0}, ["u"], "not used: label"),
     ({"messages": [U, A], "weight": 0.5}, ["uu", "aa"], "not used: weight"),
     ({"prompt": "u", "completion": "a", "label": True, "weight": 1}, ["uu", "aa"], ""),
     ({"problem": "u", "solution": "a", "answer": 3}, ["uu", "aa"], "columns not read: answer"),
@@ -166,6 +167,10 @@ LOST = [  # rows that lose a part if they are read
         {"prompt": "u", "completion": "a", "label": False},
         "label false: an answer that is not to be learned",
     ),
+    (
+        {"prompt": "u", "completion": "a", "label": 0},
+        "label false: an answer that is not to be learned",
+    ),
     ({"prompt": "u", "completion": "a", "train": False}, "weight 0, or train or loss false"),
     ({"messages": [U, {**A, "tool_calls": [{"function": {}}]}]}, "a tool call without a name"),
     ({"prompt": "u", "completion": float("nan")}, "field 'completion' is no text"),
@@ -175,7 +180,7 @@ LOST = [  # rows that lose a part if they are read
 @pytest.mark.parametrize(("row", "turns", "note"), RICH)
 def test_what_a_row_has_is_written_or_named(row, turns, note):
     """Nothing is dropped in silence; fields that are null are none."""
-    letters = {SYSTEM: "s", USER: "u", ASSISTANT: "a"}
+    letters = {SYSTEM: "s", USER: "u", ASSISTANT: "a", "": ""}
     log = []
     parts = S.parse_rows("x", [{"weight": None, **row}], parse_fitted)
     [found] = S.finish_rows(*parts, log.append)

@@ -391,6 +391,11 @@ READ = [  # a row, its prompt and its answer
     ({"prompt": "q", "answer": "a", "tools": [{"x": [1]}], "n": None}, "q", "a"),
     ({"prompt": "q", "messages": None, "answer": "a"}, "q", "a"),
     ({"prompt": "q", "answer": ["a", "b"]}, "q", ["a", "b"]),
+    (
+        {"prompt": [turn("user", "q", weight=0)], "completion": [turn("assistant", "a")]},
+        [turn("user", "q")],
+        "a",
+    ),
     ({"context": "1+1=", "continuation": "2"}, "1+1=", "2"),
     ({"instruction": "q", "input": "x", "output": "a"}, "q\n\nx", "a"),
     (
