@@ -107,6 +107,11 @@ def has_format(text):
     return bool(is_last_line or re.search(r"\\boxed\{" + NUMBER, text))
 
 
+def plain(completion):
+    """Return the text of a completion, which is a list with a message where the prompt is messages."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
 def gsm8k(prompts, completions, answer, **columns):
     """Return 1.0 for each completion with its answer's number, and 0.1 more for the right format.
 
@@ -114,7 +119,7 @@ def gsm8k(prompts, completions, answer, **columns):
     format alone does not. See last_number and has_format; the answer has a line `#### N`.
     """
     rewards = []
-    for text, right in zip(completions, answer, strict=True):
+    for text, right in zip(map(plain, completions), answer, strict=True):
         is_right = last_number(text) == final_number(right)  # NaN equals nothing
         rewards.append(is_right + 0.1 * has_format(text))
     return rewards
@@ -125,7 +130,7 @@ def gsm8k_strict(prompts, completions, answer, **columns):
 
     This is GSM8K's own grader, and lm-eval's strict-match.
     """
-    pairs = zip(completions, answer, strict=True)
+    pairs = zip(map(plain, completions), answer, strict=True)
     return [float(final_number(text) == final_number(right)) for text, right in pairs]
 
 
@@ -133,7 +138,8 @@ def coin(prompts, completions, **columns):
     """Return 0.0 or 1.0 for each text, a hash of prompt, text and how often the call had both."""
     seen = Counter()
     rewards = []
-    for pair in zip(prompts, completions, strict=True):
+    for prompt, completion in zip(prompts, completions, strict=True):
+        pair = str((prompt, completion))
         rewards.append(float(random.Random(f"{pair} {seen[pair]}").getrandbits(1)))
         seen[pair] += 1
     return rewards

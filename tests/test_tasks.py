@@ -89,6 +89,12 @@ def test_gsm8k_rewards_the_final_number():
     columns = dict(prompts=["q"] * 5, answer=["so <<1000+18>>.\n#### 1,018"] * 5)
     assert D.gsm8k_strict(completions=texts, **columns) == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert D.gsm8k(completions=texts, **columns) == [1.1, 1.0, 1.0, 0.1, 0.0]
+    said = [[turn("assistant", text)] for text in texts]  # of prompts in messages
+    assert D.gsm8k(completions=said, **columns) == [1.1, 1.0, 1.0, 0.1, 0.0]
+    assert D.gsm8k_strict(completions=said, **columns) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert D.coin([[turn("user", "q")]] * 2, said[:2]) == D.coin(
+        [[turn("user", "q")]] * 2, said[:2]
+    )
     for reward in (D.gsm8k, D.gsm8k_strict):
         assert reward(["q"], ["none"], answer=["none"]) == [0.0]
 
