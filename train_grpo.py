@@ -3,11 +3,13 @@
     python data/tasks.py sort; RUN_ID=sorted ITERATIONS=100 python train_sft.py
     INIT_FROM=runs/sorted python train_grpo.py
     INIT_FROM=runs/<RUN_ID> TRAIN_FILES=problems.jsonl REWARD=mine.py:score python train_grpo.py
+    INIT_FROM=runs/<RUN_ID> TEACHER=runs/<RUN_ID> python train_grpo.py
     INIT_FROM=runs/<RUN_ID> torchrun --standalone --nproc_per_node=8 train_grpo.py
 
 INIT_FROM is needed: a run, a checkpoint or an artifact that is right at times. A line of TRAIN_FILES
 has the texts `prompt` (or `question`) and `answer`. REWARD is exact, or a function in a file, as TRL
-calls it: score(prompts, completions, answer, **columns) returns a number for each completion.
+calls it: score(prompts, completions, answer, **columns) returns a number for each completion. With
+a TEACHER, the policy learns from its log-probabilities (on-policy distillation, docs/distillation.md).
 
 A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, then
 MINI_BATCHES x EPOCHS updates. Guide: docs/grpo_gspo.md.
@@ -18,7 +20,7 @@ Sections between `# === shared:` fences stand in other scripts too, byte for byt
 
 Where to change what:
     another loss or clip                  policy_loss
-    another baseline or advantage         group_advantages
+    another baseline or advantage         group_advantages, distilled_advantages
     how answers are sampled               GRPOTrainer.sample, generate
     another reward                        GRPOTrainer.ask; or REWARD=file.py:function
     what a step logs                      METRICS, policy_loss, answer_metrics
@@ -170,6 +172,9 @@ class Settings:
     scale_rewards: Literal["group", "batch", "none"] = "group"
     kl_beta: float = 0.0  # weight of the divergence from the reference
     entropy_beta: float = 0.0  # weight of the entropy of what samples, which it raises
+    # a run, a checkpoint or an artifact with the same tokenizer; empty: learn without a teacher
+    teacher: Paths = ""
+    kd_alpha: float = bounded(1.0, 0.0, 1.0)  # its weight; that of rows or rewards is 1 - KD_ALPHA
     mini_batches: int = bounded(4, 1)  # updates by the samples of a step
     epochs: int = bounded(1, 1)  # times that each sample is used
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
@@ -4322,13 +4327,14 @@ def add_value_head(network):
 
 # === shared: starts ===
 @functools.cache
-def find_start(path):
-    """Return the Stored of INIT_FROM; of a run that of its folder `final`, the unrounded weights.
+def find_start(path, name="INIT_FROM"):
+    """Return the Stored of a path; of a run that of its folder `final`, the unrounded weights.
 
-    Settings have defaults by it before its weights are read. Raises UserError.
+    Settings have defaults by INIT_FROM's before its weights are read. name: the setting that a
+    UserError blames.
     """
     final = Path(path) / "final"
-    return read_stored("INIT_FROM", str(final) if path and final.is_dir() else path)
+    return read_stored(name, str(final) if path and final.is_dir() else path)
 
 
 def describe_start(settings, source, values):
@@ -6105,6 +6111,31 @@ def fitting_tokens(network):
 # === end: start ===
 
 
+# === shared: teacher ===
+def load_teacher(settings, tokenizer, runtime):
+    """Return the network that TEACHER names, its adapters merged, on the runtime's device, or None.
+
+    Of a run it has the unrounded weights, if they are there. Raises UserError.
+    """
+    if not settings.teacher:
+        for setting in fields(settings):
+            value = getattr(settings, setting.name)
+            if setting.name.startswith("kd_") and value != setting.default:
+                raise UserError(f"{setting.name.upper()}={value!r}: needs a TEACHER")
+        return None
+    teacher, own_tokenizer, file = load_stored(find_start(settings.teacher, "TEACHER"))
+    if own_tokenizer.pieces != tokenizer.pieces:
+        raise UserError(
+            f"TEACHER={settings.teacher!r}: {file} has the tokenizer {own_tokenizer.file} (sha256 "
+            f"{own_tokenizer.sha256:.12}); must be the student's, {tokenizer.file} (sha256 "
+            f"{tokenizer.sha256:.12}), with role tokens"
+        )
+    return merge_lora(teacher).to(runtime.device)
+
+
+# === end: teacher ===
+
+
 # === shared: recorded ===
 RECORDED_PROMPTS = 4  # whose answers are recorded at a step or a scoring
 SHOWN_CHARACTERS = 400  # of a text in the log and in errors, at most
@@ -6817,6 +6848,7 @@ IDENTITY = (
     "lora_rank",
     "reward_model",
     "environment",
+    "teacher",
 )
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
@@ -7318,6 +7350,17 @@ def group_advantages(rewards, scale, batch_std):
     return centred / (std + 1e-4)
 
 
+def distilled_advantages(advantages, teacher, old, alpha):
+    """Return advantages (B, T): `alpha` times log p_teacher - log p_old, and 1 - `alpha` times those of
+    rewards, (B, 1) or (B, T).
+
+    teacher, old: log-probabilities (B, T) of the tokens that the policy drew. For alpha 1 the mean
+    gradient is that of the sum over tokens of KL(p, p_teacher), each after the text that was drawn
+    (on-policy distillation: arXiv 2306.13649, and thinkingmachines.ai/blog/on-policy-distillation).
+    """
+    return (1 - alpha) * advantages + alpha * (teacher - old)
+
+
 def token_weights(mask, total, settings, ranks):
     """Return what the loss of each token counts (B, T): a mini-batch's losses then add up to its
     loss, over micro-batches and ranks.
@@ -7387,12 +7430,15 @@ class GRPOTrainer(PolicyTrainer):
     """Group relative policy optimization; arguments and use as of PolicyTrainer.
 
     environment: a class whose conversations, see Episode, replace prompts and reward functions.
-    Queries are seeds then.
+    Queries are seeds then. teacher: a GPT on the model's device that KD_ALPHA weighs; without it
+    rewards alone count.
     """
 
-    def __init__(self, model, tokenizer, args=None, *, environment=None, **options):
+    def __init__(self, model, tokenizer, args=None, *, environment=None, teacher=None, **options):
         super().__init__(model, tokenizer, args, **options)
         self.environment = environment
+        self.teacher = teacher
+        self.metrics = METRICS if teacher is None else [*METRICS, "teacher_kl"]
 
     def sample(self, queries, count, temperature, seeds, qat=False):
         """Return `count` Answers to each query, query by query; seeds: a tuple of numbers for each.
@@ -7446,7 +7492,9 @@ class GRPOTrainer(PolicyTrainer):
         if self.environment:
             rewards = episode_rewards(self, answers)
         else:
-            functions = named_rewards(self.reward_funcs, self.reward_weights)
+            functions = []
+            if self.reward_funcs or self.teacher is None:  # a teacher may be alone
+                functions = named_rewards(self.reward_funcs, self.reward_weights)
             rewards = self.score(answers, functions)
         return groups_of(answers, size), rewards.view(len(queries), size), seconds
 
@@ -7503,14 +7551,20 @@ class GRPOTrainer(PolicyTrainer):
 
         They are the training forward's: the sampler's last digits would count in a narrow band.
         """
-        # Without KL_BETA and ENTROPY_BETA an answer of no advantage has no gradient: it is left out.
-        if not (self.settings.kl_beta or self.settings.entropy_beta):
+        settings = self.settings
+        # An answer of no advantage has no gradient, but for KL_BETA, ENTROPY_BETA and a teacher.
+        if not (settings.kl_beta or settings.entropy_beta or self.teacher is not None):
             answers = [answer for answer in answers if any(answer.advantages())]
         batches = make_batches(answers, self.runtime.device, self.micro_tokens)
         for batch in batches:
-            batch.old, _ = token_logps(self.network, batch, self.settings.temperature)
+            batch.old, _ = token_logps(self.network, batch, settings.temperature)
             if self.ref_model is not None:
-                batch.reference, _ = token_logps(self.ref_model, batch, self.settings.temperature)
+                batch.reference, _ = token_logps(self.ref_model, batch, settings.temperature)
+            if self.teacher is not None:
+                batch.teacher, _ = token_logps(self.teacher, batch, settings.temperature)
+                batch.advantages = distilled_advantages(
+                    batch.advantages, batch.teacher, batch.old, settings.kd_alpha
+                )
         return batches
 
     def update(self, rollout, multiplier=1.0, qat=False):
@@ -7531,7 +7585,7 @@ class GRPOTrainer(PolicyTrainer):
             tokens = sum(answer.length() for answer in answers)
             total = samples, runtime.sum(torch.tensor(tokens, device=runtime.device)), tokens
             torch._foreach_zero_([param.grad for param in self.trained.values()])
-            sums = {name: torch.zeros((), device=runtime.device) for name in METRICS}
+            sums = {name: torch.zeros((), device=runtime.device) for name in self.metrics}
             with self.weights(qat):
                 for batch in batches:
                     logps, entropy = token_logps(
@@ -7545,6 +7599,8 @@ class GRPOTrainer(PolicyTrainer):
                     sums["loss"] += loss.detach()
                     sums["tokens"] += batch.mask.sum()
                     sums["entropy"] += entropy.sum()
+                    if self.teacher is not None:
+                        sums["teacher_kl"] += (batch.old - batch.teacher).sum()
                     for name, part in parts.items():
                         sums[name] += part.sum()
             clip = settings.grad_clip_norm
@@ -7554,7 +7610,7 @@ class GRPOTrainer(PolicyTrainer):
             # Where nothing has a gradient, momentum alone would move the weights.
             if norm != 0:
                 step_optimizers(self.optimizers, multiplier, finite)
-            updates.append({"grad_norm": norm, **dict(zip(METRICS, totals, strict=True))})
+            updates.append({"grad_norm": norm, **dict(zip(sums, totals, strict=True))})
         return update_metrics(updates, time.perf_counter() - begin)
 
 
@@ -7578,7 +7634,9 @@ def main():
     if settings.environment:
         rewards = []  # the environment has its own
     network, tokenizer, source = load_start(settings)
-    check = room_check(settings, tokenizer, network.config.train_seq_len)
+    teacher = load_teacher(settings, tokenizer, runtime)
+    contexts = [one.config.train_seq_len for one in (network, teacher) if one is not None]
+    check = room_check(settings, tokenizer, min(contexts))
     reports = []
     problems, choice, held_out = find_problems(settings, check, reports.append)
     exam = Exam(held_out, with_mark(rewards, settings.mark))
@@ -7599,6 +7657,9 @@ def main():
         f"policy: {source}\nproblems: {len(problems)} to train on, "
         f"{len(choice)} to choose between averages, {len(held_out)} held out"
     )
+    if teacher is not None:
+        weight = settings.kd_alpha
+        run.log(f"teacher: {settings.teacher}, weight {weight:g}; of rewards {1 - weight:g}")
     adapt(network, settings, runtime.device)
     environment = None
     if settings.environment:
@@ -7608,6 +7669,7 @@ def main():
         tokenizer,
         settings,
         environment=environment,
+        teacher=teacher,
         reward_funcs=rewards,
         train_dataset=problems,
         runtime=runtime,
@@ -7618,12 +7680,13 @@ def main():
         if getattr(settings, name):
             averages[name] = Average(list(trainer.trained.values()), memory)
     run.parts.update(averages)
-    samples = Samples(run)
+    samples = Samples(run, has_advantages=teacher is None)  # a teacher's are of tokens
     begin_run(run, trainer, exam, samples, checkpoint)
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
-    is_silent = not checkpoint  # whether each group so far had one reward
+    # Whether each group so far had one reward, and nothing else teaches.
+    is_silent = not checkpoint and teacher is None
     stop_signal = StopSignal()
     clock.start()
     while True:

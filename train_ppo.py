@@ -4293,13 +4293,14 @@ def add_value_head(network):
 
 # === shared: starts ===
 @functools.cache
-def find_start(path):
-    """Return the Stored of INIT_FROM; of a run that of its folder `final`, the unrounded weights.
+def find_start(path, name="INIT_FROM"):
+    """Return the Stored of a path; of a run that of its folder `final`, the unrounded weights.
 
-    Settings have defaults by it before its weights are read. Raises UserError.
+    Settings have defaults by INIT_FROM's before its weights are read. name: the setting that a
+    UserError blames.
     """
     final = Path(path) / "final"
-    return read_stored("INIT_FROM", str(final) if path and final.is_dir() else path)
+    return read_stored(name, str(final) if path and final.is_dir() else path)
 
 
 def describe_start(settings, source, values):
@@ -6788,6 +6789,7 @@ IDENTITY = (
     "lora_rank",
     "reward_model",
     "environment",
+    "teacher",
 )
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported

@@ -145,11 +145,11 @@ class Settings:
     lora_rank: int = 0  # of adapters, which alone are trained; 0: all weights are
     lora_alpha: float = 16.0  # adapters count by LORA_ALPHA / LORA_RANK
     # distillation
-    # a run, a checkpoint or an artifact with the same tokenizer; empty: learn from the rows alone
+    # a run, a checkpoint or an artifact with the same tokenizer; empty: learn without a teacher
     teacher: Paths = ""
     # from the teacher
     kd_loss: Literal["forward", "reverse", "jsd", "attention", "pool", "projection"] = "forward"
-    kd_alpha: float = bounded(0.5, 0.0, 1.0)  # its weight; that of cross-entropy is 1 - KD_ALPHA
+    kd_alpha: float = bounded(0.5, 0.0, 1.0)  # its weight; that of rows or rewards is 1 - KD_ALPHA
     # of both distributions; their divergence counts times its square
     kd_temperature: float = bounded(1.0, 0.01, 1000.0)
     kd_beta: float = bounded(0.5, 0.0, 1.0)  # of jsd: 0 is forward, 1 is reverse
@@ -4323,13 +4323,14 @@ def add_value_head(network):
 
 # === shared: starts ===
 @functools.cache
-def find_start(path):
-    """Return the Stored of INIT_FROM; of a run that of its folder `final`, the unrounded weights.
+def find_start(path, name="INIT_FROM"):
+    """Return the Stored of a path; of a run that of its folder `final`, the unrounded weights.
 
-    Settings have defaults by it before its weights are read. Raises UserError.
+    Settings have defaults by INIT_FROM's before its weights are read. name: the setting that a
+    UserError blames.
     """
     final = Path(path) / "final"
-    return read_stored("INIT_FROM", str(final) if path and final.is_dir() else path)
+    return read_stored(name, str(final) if path and final.is_dir() else path)
 
 
 def describe_start(settings, source, values):
@@ -5511,6 +5512,31 @@ def fitting_tokens(network):
 # === end: start ===
 
 
+# === shared: teacher ===
+def load_teacher(settings, tokenizer, runtime):
+    """Return the network that TEACHER names, its adapters merged, on the runtime's device, or None.
+
+    Of a run it has the unrounded weights, if they are there. Raises UserError.
+    """
+    if not settings.teacher:
+        for setting in fields(settings):
+            value = getattr(settings, setting.name)
+            if setting.name.startswith("kd_") and value != setting.default:
+                raise UserError(f"{setting.name.upper()}={value!r}: needs a TEACHER")
+        return None
+    teacher, own_tokenizer, file = load_stored(find_start(settings.teacher, "TEACHER"))
+    if own_tokenizer.pieces != tokenizer.pieces:
+        raise UserError(
+            f"TEACHER={settings.teacher!r}: {file} has the tokenizer {own_tokenizer.file} (sha256 "
+            f"{own_tokenizer.sha256:.12}); must be the student's, {tokenizer.file} (sha256 "
+            f"{tokenizer.sha256:.12}), with role tokens"
+        )
+    return merge_lora(teacher).to(runtime.device)
+
+
+# === end: teacher ===
+
+
 # === shared: recorded ===
 RECORDED_PROMPTS = 4  # whose answers are recorded at a step or a scoring
 SHOWN_CHARACTERS = 400  # of a text in the log and in errors, at most
@@ -6226,22 +6252,6 @@ def small_network(settings):
         embed_init_std=0.02,
     )
     return GPT(config), tokenizer, "new"
-
-
-def load_teacher(settings, tokenizer, runtime):
-    """Return the network that TEACHER names, its adapters merged, or None. Raises UserError."""
-    for name in ("kd_loss", "kd_alpha", "kd_temperature", "kd_beta", "kd_top_k"):
-        if not settings.teacher and getattr(settings, name) != getattr(Settings, name):
-            raise UserError(f"{name.upper()}={getattr(settings, name)!r}: needs a TEACHER")
-    if not settings.teacher:
-        return None
-    teacher, teacher_tokenizer, file = load_model("TEACHER", settings.teacher)
-    if teacher_tokenizer.pieces != tokenizer.pieces:
-        raise UserError(
-            f"TEACHER={settings.teacher!r}: {file} has the tokenizer {teacher_tokenizer.file}; must "
-            f"be the student's, {tokenizer.file}, with role tokens"
-        )
-    return merge_lora(teacher).to(runtime.device)
 
 
 def main():

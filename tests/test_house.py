@@ -520,8 +520,9 @@ def test_documented_commands_name_files_that_exist():
 
 
 def test_grpo_and_gspo_differ_by_few_lines():
+    """GRPO alone has LOSS, REDUCTION, RATIO_LIMIT and a TEACHER."""
     listed = subprocess.run(
         ["diff", "train_grpo.py", "train_gspo.py"], cwd=ROOT, capture_output=True, text=True
     ).stdout
     counts = {mark: sum(line.startswith(mark) for line in listed.splitlines()) for mark in "<>"}
-    assert 0 < counts["<"] <= 80 and 0 < counts[">"] <= 80, counts
+    assert 0 < counts["<"] <= 140 and 0 < counts[">"] <= 80, counts

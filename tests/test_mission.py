@@ -490,6 +490,29 @@ def test_clips_are_asymmetric_and_advantages_are_of_groups(module):
     assert logps.grad.flatten().tolist() == pytest.approx([0, up, -down, 0], abs=1e-6)
 
 
+def test_cispo_keeps_the_gradient_of_every_token():
+    """Of ratios e^0.5 and e^-0.5, whose weights are bounded."""
+    settings = train_grpo.Settings(loss="cispo", left_clip_range=0.1, right_clip_range=0.3)
+    zeros = torch.zeros(2, 1)
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    given = dict(advantages=torch.ones(2, 1), old=zeros, sampled=zeros, reference=None, mask=mask)
+    logps = torch.tensor([[0.5], [-0.5]], requires_grad=True)
+    loss, _ = train_grpo.policy_loss(logps, SimpleNamespace(**given), settings)
+    loss.sum().backward()
+    assert logps.grad.flatten().tolist() == pytest.approx([-1.3, -0.9])
+
+
+def test_a_policy_learns_from_a_teacher_by_its_own_answers():
+    """On-policy distillation, without a reward: the divergence falls."""
+    config = dict(max_new_tokens=4, group_size=8, prompts_per_step=4, mini_batches=1)
+    args = train_grpo.Settings(**config, iterations=12, learning_rate=0.01)
+    own = train_grpo.GRPOTrainer(
+        small_network(), BYTES, args, teacher=small_network(1), train_dataset=["a", "b", "c", "d"]
+    )
+    found = [metrics["teacher_kl"] for metrics in own.train()]
+    assert 0 < found[-1] < 0.7 * found[0]
+
+
 @pytest.mark.parametrize("module", [train_grpo, train_gspo], ids=["grpo", "gspo"])
 def test_groups_of_one_reward_are_sampled_again(module):
     """A reward that all answers to the first prompt get: other answers take their place."""

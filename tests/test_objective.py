@@ -250,7 +250,8 @@ def test_the_defaults_are_the_papers():
     assert G.Settings.kl_beta == S.Settings.kl_beta == 0 and S.Settings.importance == "sequence"
     assert G.Settings.reduction == "dapo"  # TRL's
     fields = [{field.name for field in dataclasses.fields(M.Settings)} for M in (G, S)]
-    assert fields[0] ^ fields[1] == {"loss", "reduction", "ratio_limit", "importance"}
+    of_one = {"loss", "reduction", "ratio_limit", "importance", "teacher", "kd_alpha"}
+    assert fields[0] ^ fields[1] == of_one
 
 
 @each_script
@@ -815,6 +816,67 @@ def test_an_entropy_bonus_raises_the_mean_that_the_loss_takes(M, changes, monkey
     mean.backward()
     assert metrics["loss"] == pytest.approx(-0.3 * mean.item(), abs=1e-12)
     assert (table.embed.grad + 0.3 * plain.grad).abs().max() < 1e-12 < plain.grad.abs().max()
+
+
+@pytest.mark.parametrize("loss", ["clip", "cispo"])
+def test_a_teachers_mean_gradient_is_that_of_the_reverse_divergence(loss):
+    """All answers of two tokens, each by its probability: the gradient of KL(p, p_teacher) of the first
+    token and of the second after each first, by loops.
+    """
+    size, temperature = 5, 0.7
+    table, teacher = Table(size), Table(size, seed=1)
+    settings = G.Settings(loss=loss, temperature=temperature, teacher="t")
+    own = G.GRPOTrainer(table, BYTES, settings, teacher=teacher)
+    logs = [(net.embed.detach() / temperature).log_softmax(-1).tolist() for net in (table, teacher)]
+    answers = [
+        G.Answer(prompt=[2], ids=[a, b], logps=[logs[0][2][a], logs[0][a][b]])
+        for a in range(size)
+        for b in range(size)
+    ]
+    [batch] = own.batches_of(answers)
+    logps, _ = G.token_logps(table, batch, temperature)
+    chances = logps.sum(1, keepdim=True).exp().detach()
+    losses, _ = G.policy_loss(logps, batch, settings)
+    [found] = torch.autograd.grad((losses * chances).sum(), table.embed)
+    expected = [[0.0] * size for _ in range(size)]
+    for before, weight in [(2, 1.0), *((a, math.exp(logs[0][2][a])) for a in range(size))]:
+        p, t = (log[before] for log in logs)
+        divergence = sum(math.exp(x) * (x - y) for x, y in zip(p, t, strict=True))
+        for k in range(size):
+            slope = math.exp(p[k]) * (p[k] - t[k] - divergence) / temperature
+            expected[before][k] += weight * slope
+    assert (found - torch.tensor(expected)).abs().max() < 1e-12 < found.abs().max()
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_a_teacher_teaches_alone_or_beside_rewards(alpha, monkeypatch):
+    """Each token has its own advantage, also in groups of one reward; by a plain loop."""
+    scripted(monkeypatch, G)
+    table, teacher = Table(), Table(seed=1)
+    settings = G.Settings(**{**SMALL, "kd_alpha": alpha, "mini_batches": 2, "teacher": "t"})
+    own = G.GRPOTrainer(table, BYTES, settings, teacher=teacher)
+    if alpha == 1:
+        metrics = own.train_step(QUERIES)  # without a reward function
+        assert metrics["reward"] == 0 and metrics["zero_variance"] == 1
+        assert metrics["bad"] == 0 and metrics["grad_norm"] > 0
+        table.embed.data.copy_(Table().embed)
+    rewards = [1.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    metrics = take(own, QUERIES, lambda queries, texts: rewards, multiplier=0.0)
+    answers = own.sample(QUERIES, 3, 1.0, [(own.settings.seed, 0, at) for at in range(4)])
+    groups = [rewards[at : at + 3] for at in range(0, 12, 3)]
+    plain = table.embed.detach().clone().requires_grad_()
+    gaps = []
+    losses = []
+    for answer, advantage in zip(answers, advantages_of(groups, "group"), strict=True):
+        for before, token in zip([ASSISTANT, *answer.ids[:-1]], answer.ids, strict=True):
+            logp = plain[before].log_softmax(-1)[token]
+            gap = (teacher.embed[before].log_softmax(-1)[token] - logp).item()
+            gaps.append(gap)
+            losses.append(-((1 - alpha) * advantage + alpha * gap) * logp)
+    assert metrics["teacher_kl"] == pytest.approx(-statistics.mean(gaps), abs=1e-9)
+    count = sum(len(answer.ids) for answer in answers[6:])
+    sum(losses[-count:]).div(count).backward()  # of the second mini-batch
+    assert (table.embed.grad - plain.grad).abs().max() < 1e-10 < plain.grad.abs().max()
 
 
 def recorded(monkeypatch, M):

@@ -373,6 +373,33 @@ def test_adapters_alone_are_trained_and_the_artifact_has_none(place, grpo):
     assert all(same), [name for name in merged if not torch.equal(kept[name], merged[name])]
 
 
+def test_a_run_learns_from_a_teacher(place, grpo, tmp_path):
+    """Beside rewards: its log, its answers, a stop; teachers that do not fit."""
+    given = {**SHORT, "TEACHER": grpo, "KD_ALPHA": 0.5, "EVAL_PROMPTS": 4}
+    place.run("taught", **given)
+    assert f"\nteacher: {grpo}, weight 0.5; of rewards 0.5\n" in place.log("taught")
+    assert len(place.logged("taught", "teacher_kl")) == 2
+    rows = [row for row in samples_of(place, "taught") if row["phase"] == "train"]
+    assert rows and {row["advantage"] for row in rows} == {None}
+    assert place.result("taught")["after"]["n"] == 4
+
+    place.run("taught stopped", stop_at(1), 128 + signal.SIGTERM, **given)
+    line = place.refused(
+        "taught stopped", **{**place.unset, "RUN_ID": None, "RESUME": "run", "TEACHER": "x"}
+    )
+    assert "TEACHER" in line, line
+    place.resume("taught stopped")
+    place.same("taught stopped", "taught")
+
+    tokenizer = G.load_tokenizer(train_model(tmp_path / "tokenizer.model", control_symbols=[]))
+    pack(small_network(tokenizer=tokenizer), tokenizer, tmp_path)
+    line = place.refused("another tokenizer", **{**given, "TEACHER": tmp_path})
+    hashes = re.findall(r"\(sha256 (\w{12})\)", line)
+    assert hashes == [tokenizer.sha256[:12], G.load_tokenizer("bytes").sha256[:12]], line
+    line = place.refused("no teacher", **{**given, "TEACHER": ""})
+    assert line == "error: KD_ALPHA=0.5: needs a TEACHER\n"
+
+
 def test_a_tokenizer_without_role_tokens(place, tmp_path):
     """A prompt is a line and BOS ends the answer; the tokenizer's file stands in the run and goes
     with its artifact.

@@ -75,6 +75,7 @@ ORDER = (
     "rows",
     "responses",
     "start",
+    "teacher",
     "recorded",
     "sharding",
     "finetuning",

@@ -2,6 +2,7 @@
 
     python tools/experiments/gains.py [--tasks sort reverse] [--seeds 3] [--jobs 1] [--write docs/lab/gains]
     python tools/experiments/gains.py --tasks sort --scripts GRPO PPO --set MAX_WALLCLOCK_SECONDS=60 --no-control
+    python tools/experiments/gains.py --tasks sort --scripts GRPO SFT --teacher 600 --set MAX_WALLCLOCK_SECONDS=150
 
 For each task, data/tasks.py writes a file of problems, and for each seed train_sft.py trains the
 start: a small new network, a fixed number of steps. From it each script runs by the clock at its
@@ -9,10 +10,13 @@ defaults (but for --set); the rewards of the control are random. Runs are subpro
 that see no exported settings. Two at a time on two cores share memory and caches, so --jobs 1 is what
 a user gets. A run that has ended is not repeated.
 
+--teacher STEPS compares distillations from one teacher, which train_sft.py trains for so many steps:
+GRPO's, by the policy's own answers and without rewards, and SFT's, by the file's.
+
 Gains are paired over held-out prompts, over the start's scores. A gain holds if greedy is up by 5
 points with its interval above 0, pass1 is up, and pass8 is not down by more than 3 points. A run
-scores itself by its REWARD, so sample.py scores start and result of a control by the answers; the
-intervals of these gains are not paired.
+scores itself by its REWARD, and SFT by tokens, so sample.py scores start and result of a control and
+of SFT by the answers; the intervals of these gains are not paired.
 """
 
 import argparse
@@ -33,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 from common import ROOT, half_width, inherited_environment, markdown_table, parse_set
 
 SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py", "PPO": "train_ppo.py"}
+DISTILLING = {"GRPO": "train_grpo.py", "SFT": "train_sft.py"}  # scripts with a TEACHER
 TASKS = ROOT / "data" / "tasks.py"
 CONTROL = f"{TASKS}:coin"  # REWARD of the control
 START_STEPS = {"sort": 110, "reverse": 150}  # of a start that is right now and then, by task
@@ -57,8 +62,8 @@ class Row:
     """A row of the table: a script on a task, with a run for each seed."""
 
     task: str
-    script: str  # a name of SCRIPTS
-    reward: str  # task or random
+    script: str  # a name of SCRIPTS or DISTILLING
+    reward: str  # task or random; teacher: none
     runs: list[Run]
 
 
@@ -70,6 +75,33 @@ def make_starts(task: str, seeds: int, out: Path) -> list[Run]:
         Run(f"start_{task}_seed_{seed}", "train_sft.py", {**given, "seed": seed})
         for seed in range(1, seeds + 1)
     ]
+
+
+def make_teacher(task: str, steps: int, out: Path) -> Run:
+    """Return the run of so many steps that trains a task's teacher."""
+    given = {"train_files": str(out / f"{task}.jsonl"), "max_wallclock_seconds": 0}
+    return Run(f"teacher_{task}_{steps}", "train_sft.py", {**given, "iterations": steps, "seed": 0})
+
+
+def plan_distillations(
+    tasks: list[str], names: list[str], seeds: int, settings: dict, steps: int, out: Path
+) -> list[Row]:
+    """Return the rows of the table of distillations from teachers of so many steps."""
+    rows = []
+    for task in tasks:
+        teacher = str(out / make_teacher(task, steps, out).name)
+        for name in names:
+            script = DISTILLING[name]
+            runs = []
+            for start in make_starts(task, seeds, out):
+                given = {key: start.settings[key] for key in ("train_files", "seed")}
+                given |= {**settings, "init_from": str(out / start.name), "teacher": teacher}
+                if name == "SFT":
+                    given["epochs"] = 1000  # the clock ends it
+                run_name = f"{script[6:-3]}_{task}_teacher_{steps}_seed_{given['seed']}"
+                runs.append(Run(run_name, script, given))
+            rows.append(Row(task, name, "teacher", runs))
+    return rows
 
 
 def make_plan(
@@ -142,8 +174,9 @@ def read_run(run: Run, out: Path) -> dict | None:
             f"error: {path.parent}: made with another {', '.join(different)}; remove it, or name "
             "another --out"
         )
-    if run.settings.get("reward") == CONTROL:
-        settings = result["settings"]
+    by_answers = run.script == "train_sft.py" and "teacher" in run.settings
+    if by_answers or run.settings.get("reward") == CONTROL:
+        settings = {"max_new_tokens": 16, "temperature": 1.0, **result["settings"]}
         before = score(Path(settings["init_from"]), settings, path.with_name("before.json"))
         after = score(path.parent, settings, path.with_name("after.json"))
         gain = {name: difference(before[name], after[name]) for name in GAINS}
@@ -323,7 +356,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", choices=START_STEPS, default=list(START_STEPS))
-    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    choices = [*SCRIPTS, "SFT"]
+    parser.add_argument("--scripts", nargs="+", choices=choices, default=list(SCRIPTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--set",
@@ -334,10 +368,16 @@ def main() -> int:
         help="a setting of every run but the starts",
     )
     parser.add_argument("--no-control", action="store_true", help="no runs with random rewards")
+    parser.add_argument(
+        "--teacher", type=int, default=0, metavar="STEPS", help="of teachers to distill; 0: rewards"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs", "gains"), help="of the runs")
     parser.add_argument("--write", type=Path, help="file names without suffix; else OUT/gains")
     args = parser.parse_args()
+    known = DISTILLING if args.teacher else SCRIPTS
+    if not known.keys() >= {*args.scripts}:
+        parser.error(f"--scripts: with --teacher {args.teacher} must be of {', '.join(known)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = {name.lower(): value for name, value in args.set}
     out = args.out.resolve()
@@ -347,7 +387,13 @@ def main() -> int:
         command = [sys.executable, str(TASKS), task, "--pairs", "0", "--out", str(out)]
         subprocess.run(command, check=True)
         starts += make_starts(task, args.seeds, out)
-    rows = make_plan(args.tasks, args.scripts, args.seeds, settings, not args.no_control, out)
+        if args.teacher:
+            starts.append(make_teacher(task, args.teacher, out))
+    given = args.tasks, args.scripts, args.seeds, settings
+    if args.teacher:
+        rows = plan_distillations(*given, args.teacher, out)
+    else:
+        rows = make_plan(*given, not args.no_control, out)
     runs = []
     for row in rows:
         runs += row.runs
