@@ -1920,11 +1920,11 @@ def rebuild(source):
         return network
 
 
-def find_tokenizer(source, tokenizer_path):
-    """Return the Tokenizer of a MODEL: of TOKENIZER_PATH, or the one beside it. Raises UserError."""
+def find_tokenizer(source, tokenizer_path, read):
+    """Return read(path) of a MODEL's tokenizer: TOKENIZER_PATH, or the one beside it. UserError."""
     folder = source.path.parent
     beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
-    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    tokenizer = read(tokenizer_path or beside[0])
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
     if not is_right or tokenizer.bos_id != source.shape["bos_id"]:
@@ -2935,7 +2935,7 @@ def import_(args):
         shape["vocab_size"] = tokenizer.vocab_size
     network = GPT(GPTConfig(**shape))
     read_hf_tensors(args.folder, network)
-    args.out.mkdir(parents=True)
+    args.out.mkdir()
     if tokenizer.file != "bytes":
         replace_file(args.out / tokenizer.file, tokenizer.content)
     header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
@@ -2987,7 +2987,7 @@ def own_files(source, network):
     sample.py end: at the stop tokens of an imported model, or at the BOS of the next document and
     at <|end|>.
     """
-    tokenizer = find_tokenizer(source, given_tokenizer())
+    tokenizer = find_tokenizer(source, given_tokenizer(), load_tokenizer)
     if source.shape["vocab_size"] > tokenizer.vocab_size:
         tokenizer = with_roles(tokenizer)
     files = tokenizer_files(tokenizer)
@@ -3066,7 +3066,7 @@ def like_files(folder, source, network):
     if count > text["vocab_size"]:
         text["vocab_size"] = count
         files["config.json"] = json_bytes(config)
-    tokenizer = find_tokenizer(source, "")
+    tokenizer = find_tokenizer(source, "", load_tokenizer)
     if count > tokenizer.vocab_size:
         # The folder's tokenizer lacks the role tokens, and its answers end without <|end|>.
         tokenizer = with_roles(tokenizer)

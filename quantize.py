@@ -25,6 +25,7 @@ Where to change what:
     what `info` and `compare` print       info, measure_tensor, distances
     what `verify` refuses                 compare_packed, check_codes
     how a MODEL is read and checked       read_weights, read_checkpoint, check_network
+    which text it reads                   read_text, training_batch, validation_bpb
     a new command                         main, add_command
     a new setting                         Settings, OUR_SETTINGS
 """
@@ -50,7 +51,6 @@ import functools
 import hashlib
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -58,21 +58,16 @@ import re
 import shlex
 import shutil
 import struct
-import subprocess
 import sys
 import time
 import traceback
-import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal, NewType, get_args
 
 import numpy as np
-import regex
 import sentencepiece
-import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -102,10 +97,6 @@ class Settings:
     data_path: Paths = ""  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
-    # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
-    compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
-    # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
-    kernels: Literal["auto", "plain", "fla"] = "plain"
     # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 a weight when coded
     matrix_bits: int = bounded(6, 2, 8)
     # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix
@@ -530,117 +521,6 @@ def write_stream(stream, text):
 # === end: streams ===
 
 
-# === shared: runtime ===
-# The variables by which torchrun tells a process who it is.
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass
-class Runtime:
-    """Who this process is among the ranks, and the device of its tensors."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    distributed: bool
-
-    def sum(self, tensor):
-        """Sum a tensor over all ranks, in place, and return it."""
-        if self.distributed:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def agree(self, value):
-        """Return rank 0's value on every rank; it may be of any type that pickle takes.
-
-        Every rank waits for rank 0: agree(None) lets none go on before rank 0 has come so far.
-        """
-        values = [value]
-        if self.distributed:
-            dist.broadcast_object_list(values, src=0, device=self.device)
-        return values[0]
-
-    def leave(self):
-        """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
-        if self.distributed:
-            dist.barrier()
-            dist.destroy_process_group()
-
-
-def hidden_gpus():
-    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
-
-
-def join_group(device):
-    """Join the process group that the environment describes, as torchrun does (NCCL or gloo).
-
-    Return whether there is one. Raises UserError for variables that describe none in full.
-    """
-    given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
-    if not {"RANK", "WORLD_SIZE"} & given.keys():
-        return False
-    pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
-    hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
-    try:
-        world_size = int(given.get("WORLD_SIZE", 0))  # PyTorch names others that are missing
-        has_rank = 0 <= int(given.get("RANK", -1)) < world_size < 1 << 31
-        if not has_rank or given.get("MASTER_PORT") == "0":
-            raise ValueError("must have a RANK below WORLD_SIZE, and a port")
-        if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-            # Left over from another job, they name ranks that never come. The wait is half an hour.
-            write_stream(sys.stderr, f"{pairs}: waiting for the other ranks; {hint}\n")
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
-    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        reason, *_ = str(error).split("\n")
-        raise UserError(f"{pairs}: the ranks do not meet: {reason}; {hint}") from None
-    return True
-
-
-def start_runtime(choice):
-    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process.
-
-    choice: of the setting DEVICE.
-    """
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    if not local_rank.isdecimal():
-        raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
-    use_cuda = choice != "cpu" and torch.cuda.is_available()
-    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    device = torch.device("cpu")
-    if use_cuda:
-        gpus = torch.cuda.device_count()
-        if int(local_rank) >= gpus:
-            raise UserError(
-                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
-                "--nproc_per_node), or unset"
-            )
-        device = torch.device("cuda", int(local_rank))
-        torch.cuda.set_device(device)
-        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
-        # gradients are NaN (pytorch issue 196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    else:
-        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
-        # mode over when the first parallel operation starts them, so it must come before that.
-        torch.set_flush_denormal(True)
-    if join_group(device):
-        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
-    return Runtime(0, 1, device, False)
-
-
-# === end: runtime ===
-
-
 # === shared: errors ===
 ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
 
@@ -866,189 +746,9 @@ def sentencepiece_tokenizer(content):
 # === end: tokenizer ===
 
 
-# === shared: encoding ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-# Published encodings: the hash of their rank file and what that file does not contain. Every
-# document begins with <|endoftext|>. The regular expressions are copied from
-# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
-ENCODINGS = {
-    "gpt2": dict(
-        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        bos_id=50256,
-        vocab_size=50257,  # with all special tokens and unused ids
-        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-    ),
-    "cl100k_base": dict(
-        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        bos_id=100257,
-        vocab_size=100277,  # with all special tokens and unused ids
-        split=(
-            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-        ),
-    ),
-    "o200k_base": dict(
-        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        bos_id=199999,
-        vocab_size=200019,  # with all special tokens and unused ids
-        split=(
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        ),
-    ),
-}
-
-
-# From a run of 999,940 spaces on, the stack of tiktoken's regular expressions overflows.
-LONG_SPACE = re.compile(r"(?<!\s)\s{500000}")
-
-
-class BytePairEncoder:
-    """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
-
-    def __init__(self, tokenizer, facts):
-        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
-        added = facts.get("added", {})
-        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
-        for text in added:  # some of them are shown as text, and no merge makes them
-            ranks.pop(text.encode(), None)
-        # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
-        # beyond the vocabulary, by which they are found.
-        lacking = [bytes([byte]) for byte in range(256) if bytes([byte]) not in ranks]
-        self.lacking = b"".join(lacking)
-        self.vocab_size = tokenizer.vocab_size
-        ranks |= {byte: self.vocab_size + place for place, byte in enumerate(lacking)}
-        self.bpe = tiktoken.Encoding(
-            tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
-        )
-        self.split = regex.compile(facts["split"])
-        self.form = "NFC" if facts.get("nfc") else ""
-        # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-        late = {self.normalize(text): added[text] for text in facts.get("normalized", [])}
-        self.added = added | late
-        self.marks = added_pattern(added.keys() - facts.get("normalized", []))
-        self.late_marks = added_pattern(late)
-
-    def normalize(self, text):
-        """Return a text in the normal form in which accents are part of their letters (NFC)."""
-        return unicodedata.normalize(self.form, text) if self.form else text
-
-    def encode(self, text):
-        """Return the ids of a text in which added tokens are plain text. Raises UserError."""
-        return self.encode_part(self.normalize(check_unicode(text)))
-
-    def encode_marked(self, text):
-        """Return the ids of a text in which added tokens are what they stand for."""
-        ids = []
-        for place, part in enumerate(self.marks.split(check_unicode(text))):
-            if place % 2:  # parts and the marks between them take turns
-                ids.append(self.added[part])
-                continue
-            for late_place, late_part in enumerate(self.late_marks.split(self.normalize(part))):
-                if late_place % 2:
-                    ids.append(self.added[late_part])
-                else:
-                    ids += self.encode_part(late_part)
-        return ids
-
-    def encode_part(self, text):
-        """Return the ids of a text without added tokens."""
-        if len(text) < 500_000 or not LONG_SPACE.search(text):
-            ids = self.bpe.encode_ordinary(text)
-            if not self.lacking or max(ids, default=0) < self.vocab_size:
-                return ids
-        ids = []
-        for match in self.split.finditer(text):
-            # What stands on both sides of a dropped byte may merge.
-            piece = match[0].encode().translate(None, self.lacking)
-            if piece:
-                ids += self.bpe._encode_single_piece(piece)
-        return ids
-
-
-def added_pattern(texts):
-    """Return the regular expression of added tokens, in a group; the longest counts, as in tokenizers."""
-    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
-    return re.compile(f"({'|'.join(longest_first) or '(?!)'})")
-
-
-def check_unicode(text):
-    """Return a text that has no half of a surrogate pair. Raises UserError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"text {text[error.start :]!r:.20} at character {error.start}: half a surrogate pair, "
-            "which is no Unicode"
-        ) from None
-    return text
-
-
-def load_tokenizer(path):
-    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    path = Path(path)
-    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
-        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
-
-
-def add_encoder(tokenizer):
-    """Give a Tokenizer its attributes from `encode` on, and return it.
-
-    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
-    imported model, the same, but its added tokens are what they stand for. Both raise UserError for
-    half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
-    """
-    name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name, {})
-    if facts and tokenizer.sha256 != facts["sha256"]:
-        raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model
-        facts = json.loads(tokenizer.content)
-    tokenizer.facts = facts
-    tokenizer.roles = {}
-    if name == "bytes":
-        tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
-        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-    elif facts:
-        encoder = BytePairEncoder(tokenizer, facts)
-        tokenizer.encode = encoder.encode
-        tokenizer.encode_marked = encoder.encode_marked
-    else:
-        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
-        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
-        tokenizer.encode = lambda text: model.encode(check_unicode(text))
-        for role in ROLE_TOKENS:
-            i = model.piece_to_id(role)
-            # Only control tokens cannot be written in a text, so that no user can forge a role.
-            if model.is_control(i):
-                tokenizer.roles[role] = i
-    return tokenizer
-
-
-# === end: encoding ===
-
-
 # === shared: data ===
 # llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
 SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-# The file beside the shards with the bytes of each token: uint32 (2, V), see token_bytes.
-TOKEN_BYTES = "token_bytes.bin"
-
-
-def token_bytes(table, prev, ids):
-    """Return the bytes of each token of `ids` given the token before it, int64, same shape.
-
-    table: (2, V), the bytes that a token decodes to. table[0]: after ordinary text. table[1]: after a
-    token without bytes such as BOS, where SentencePiece's leading space is not part of the text.
-    Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
-    """
-    is_boundary = table[0, prev] == 0
-    return table[is_boundary.astype(int), ids]
 
 
 def read_shard(path):
@@ -1169,300 +869,7 @@ def check_dataset(data_path, manifest):
     return streams
 
 
-def document_hashes(stream, bos_id):
-    """Yield a hash of the tokens of every document, in order.
-
-    Tokens before the first BOS belong to no document: a published shard may begin inside one.
-    """
-    begins = []
-    for shard, start in zip(stream.shards, stream.starts, strict=False):
-        begins.extend(start + np.flatnonzero(shard == bos_id))
-    for begin, end in itertools.pairwise([*begins, len(stream)]):
-        yield hashlib.sha256(stream.read(begin, end - begin)).digest()
-
-
 # === end: data ===
-
-
-# === shared: batches ===
-# Training tokens on which raw, EMA and SWA weights are compared; at most a twentieth of all.
-HOLDOUT_TOKENS = 131072
-
-
-@dataclass
-class DataTokenizer:
-    """What training knows of the tokenizer of its data: its file, and the bytes of its tokens."""
-
-    file: str  # name of its file; "bytes" has none
-    content: bytes  # of that file, which sample.py needs beside an artifact
-    sha256: str
-    bos_id: int
-    byte_table: np.ndarray  # (2, V) int64, see token_bytes
-
-    def __post_init__(self):
-        self.vocab_size = self.byte_table.shape[1]
-
-    def count_bytes(self, tokens):
-        """Return the bytes of all tokens (N,) but the first."""
-        return int(token_bytes(self.byte_table, tokens[:-1], tokens[1:]).sum())
-
-
-@dataclass
-class EvalText:
-    """Tokens that models are scored on, and the bytes by which their score divides."""
-
-    tokens: np.ndarray  # (N,) int64; the first is context and has no score
-    bytes: int
-
-
-@dataclass
-class Dataset:
-    """What DATA_PATH holds, checked; lists have one entry per folder."""
-
-    tokenizer: DataTokenizer
-    manifests: list
-    manifest_sha256: str
-    yardsticks: dict  # scores of count models and compressors; {} for a mixture
-    shares: list  # of the training windows
-    streams: list  # TokenStream of training
-    windows: list  # the numbers of the windows of each stream that train
-    held_out: EvalText  # windows of all streams that do not train, to choose weights on
-    val: EvalText
-
-
-def parse_mixture(data_path):
-    """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
-    text = data_path if ":" in data_path else f"{data_path}:1"
-    folders = []
-    weights = []
-    for part in text.split(","):
-        folder, _, weight = part.strip().rpartition(":")
-        # A weight has a digit above 0.
-        if not folder or not re.fullmatch(r"(?=.*[1-9])\d{0,9}\.?\d{0,99}", weight):
-            raise UserError(
-                f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,… such as a:0.7,b:0.3"
-            )
-        folders.append(folder)
-        weights.append(float(weight))
-    return folders, [weight / sum(weights) for weight in weights]
-
-
-def read_checked(path, sha256, hint):
-    """Return the bytes of a file; the tokenizer `bytes` has none. Raises UserError, with a hint, if
-    they are not those of the SHA-256.
-    """
-    content = b"underpar bytes 264" if Path(path).name == "bytes" else b""
-    if os.path.isfile(path):
-        content = Path(path).read_bytes()
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise UserError(f"{path}: missing, or its SHA-256 is not the one of the data; {hint}")
-    return content
-
-
-def data_tokenizer(folder, facts, path):
-    """Return the DataTokenizer of a data folder. Raises UserError.
-
-    facts: of its manifest. path: where the tokenizer's file is; "" for the data folder.
-    """
-    path = path or Path(folder, facts["file"])
-    content = read_checked(path, facts["sha256"], f"must be the tokenizer of {folder}")
-    hint = f"for shards of an older version: python data/prepare.py --token-bytes {folder}"
-    table = read_checked(Path(folder, TOKEN_BYTES), facts.get("token_bytes_sha256"), hint)
-    byte_table = np.frombuffer(table, "<u4").astype(np.int64).reshape(2, -1)
-    return DataTokenizer(facts["file"], content, facts["sha256"], facts["bos_id"], byte_table)
-
-
-@functools.lru_cache(64)  # a step reads one or two epochs of each folder
-def shuffle(count, *seed):
-    """Return a pseudo-random order of range(count), (count,) int64, which the seed alone decides.
-
-    Any rank and any resumed run has the same. Ten million windows take 80 MB and a second.
-    """
-    return np.random.default_rng(seed).permutation(count)
-
-
-def split_windows(stream, share, settings):
-    """Return the numbers of a stream's windows that train, and of those that are held out.
-
-    Without EMA and SWA there is nothing to choose, and nothing is held out; with them at most a
-    twentieth, from all over the stream: its end may be of one source. The first token of a
-    held-out window may be the last target of a training window. They are scored side by side, so
-    the last target of each is the first token of an unrelated one, for all weights alike.
-    Raises UserError.
-
-    A data filter goes below, over `train`. The inputs of window `number` are
-    stream.read(number * seq_len, seq_len). A choice by them and by settings alone is the same on
-    every rank and in a resumed run. It takes a call for each window at every start, and must leave
-    a window of every folder.
-    """
-    seq_len = settings.train_seq_len
-    windows = shuffle(len(stream) // seq_len, 0)
-    if not len(windows):
-        raise UserError(
-            f"TRAIN_SEQ_LEN={seq_len}: must be at most {len(stream)}, the training tokens of "
-            f"{Path(stream.paths[0]).parent}"
-        )
-    count = 0
-    if settings.ema or settings.swa:
-        wanted = math.ceil(share * HOLDOUT_TOKENS / seq_len)
-        count = min(wanted, len(windows) // 20)
-    train = windows[count:]
-    return train, windows[:count]
-
-
-def check_mixture(pairs, bos_id):
-    """Raise UserError if a validation document of one folder stands in the training of another.
-
-    pairs: streams of training and validation. A manifest counts those of its own folder only.
-    """
-    write_stream(sys.stderr, "DATA_PATH: reading all documents, for validation in training\n")
-    val_hashes = [set(document_hashes(val, bos_id)) for _, val in pairs]
-    for i, (train, _) in enumerate(pairs):
-        others = set().union(*val_hashes[:i], *val_hashes[i + 1 :])
-        if not others.isdisjoint(document_hashes(train, bos_id)):
-            raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
-
-
-def open_data(settings, rank=0):
-    """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError.
-
-    rank: of this process; rank 0 checks for all what takes long.
-    """
-    folders, shares = parse_mixture(settings.data_path)
-    manifests = [load_manifest(folder) for folder in folders]
-    tokenizer = data_tokenizer(folders[0], manifests[0]["tokenizer"], settings.tokenizer_path)
-    if settings.vocab_size not in (0, tokenizer.vocab_size):
-        raise UserError(
-            f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
-        )
-    if any(manifest["tokenizer"]["sha256"] != tokenizer.sha256 for manifest in manifests):
-        raise UserError(
-            f"DATA_PATH={settings.data_path!r}: shards of several tokenizers; prepare all folders with "
-            f"one: data/prepare.py --tokenizer {folders[0]}/{tokenizer.file}"
-        )
-    pairs = list(map(check_dataset, folders, manifests))
-    if len(pairs) > 1 and rank == 0:
-        check_mixture(pairs, tokenizer.bos_id)
-    streams, val_streams = zip(*pairs, strict=True)
-
-    val = np.concatenate([stream.read(0, len(stream)) for stream in val_streams])
-    if val[0] != tokenizer.bos_id:
-        raise UserError(f"validation: begins with token {val[0]}, manifest.json has another BOS")
-    decoded = tokenizer.count_bytes(val)
-    expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
-    if decoded != expected or not decoded:
-        raise UserError(
-            f"validation: {decoded} bytes, manifest.json says {expected}; must be equal, above 0"
-        )
-    val_bytes = sum(counted_bytes(manifest["val"]) for manifest in manifests)
-
-    seq_len = settings.train_seq_len
-    windows = []
-    held_out = [np.empty(0, np.int64)]
-    for stream, share in zip(streams, shares, strict=True):
-        train, others = split_windows(stream, share, settings)
-        windows.append(train)
-        held_out += [stream.read(number * seq_len, seq_len) for number in others]
-    if (settings.ema or settings.swa) and len(held_out) == 1:
-        raise UserError(
-            f"TRAIN_SEQ_LEN={seq_len}: no such window is in a twentieth of the training tokens, to "
-            "choose among raw, EMA and SWA weights on; must be at most "
-            f"{max(map(len, streams)) // 20}, or EMA=0 SWA=0"
-        )
-    held_out = np.concatenate(held_out)
-    held_out_bytes = round(tokenizer.count_bytes(held_out) * val_bytes / decoded)
-    return Dataset(
-        tokenizer=tokenizer,
-        manifests=manifests,
-        manifest_sha256=" + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders),
-        yardsticks=manifests[0].get("yardsticks", {}) if len(folders) == 1 else {},
-        shares=shares,
-        streams=streams,
-        windows=windows,
-        held_out=EvalText(held_out, held_out_bytes),
-        val=EvalText(val, val_bytes),
-    )
-
-
-def split_rows(first, last, shares):
-    """Yield for each folder the range of its training rows among all rows `first` to `last`.
-
-    Of the first r rows the first folder gets round(share * r), the second its part of the rows that
-    are left, rounded, and so on. So the counts add up, never shrink from row to row, and follow the
-    shares exactly.
-    """
-    share_left = 1.0
-    for share in shares:
-        begin = round(first * share / share_left)
-        end = round(last * share / share_left)
-        yield range(begin, end)
-        first -= begin
-        last -= end
-        share_left -= share
-
-
-class Batches:
-    """The training streams as micro-batches.
-
-    A step reads the same windows whatever the ranks and the micro-batches, resumed or not.
-    """
-
-    def __init__(self, data, settings, runtime):
-        self.data = data
-        self.settings = settings
-        self.runtime = runtime
-        unit = settings.train_seq_len * runtime.world_size
-        if settings.train_batch_tokens % unit:
-            raise UserError(
-                f"TRAIN_BATCH_TOKENS={settings.train_batch_tokens}: must be a multiple of "
-                f"TRAIN_SEQ_LEN x ranks = {unit}"
-            )
-        self.rank_batch_size = settings.train_batch_tokens // unit  # windows per step
-        # Enough to keep a GPU busy; little enough for a CPU's caches.
-        default = 131072 if runtime.device.type == "cuda" else 4096
-        micro_batch_tokens = settings.micro_batch_tokens or default
-        self.limit_micro_batch(micro_batch_tokens // settings.train_seq_len or 1)
-
-    def limit_micro_batch(self, most):
-        """Take the largest micro-batch of at most `most` windows that divides this rank's batch."""
-        self.micro_batch_size = min(most, self.rank_batch_size)
-        while self.rank_batch_size % self.micro_batch_size:
-            self.micro_batch_size -= 1
-
-    def read_rows(self, step):
-        """Return this rank's windows of a step, with their last targets, (rows, seq_len + 1).
-
-        Every epoch of a stream has a pseudo-random order. If windows came in turn, small batches
-        would see the same few documents for dozens of steps: on web text, with 16 windows of 256 a
-        step, that cost 0.091 bits per byte.
-        """
-        seq_len = self.settings.train_seq_len
-        first = (step * self.runtime.world_size + self.runtime.rank) * self.rank_batch_size
-        ranges = split_rows(first, first + self.rank_batch_size, self.data.shares)
-        windows = []
-        for stream, numbers, rows in zip(self.data.streams, self.data.windows, ranges, strict=True):
-            for row in rows:
-                epoch, index = divmod(row, len(numbers))
-                number = numbers[shuffle(len(numbers), self.settings.seed, epoch)[index]]
-                windows.append(stream.read(number * seq_len, seq_len + 1))
-        return torch.from_numpy(np.stack(windows))
-
-    def micro_batches(self, step):
-        """Yield ids and targets of this rank's share of a step, each (micro_batch_size, seq_len), and
-        where a kernel takes them, document_borders.
-        """
-        device = self.runtime.device
-        windows = self.read_rows(step)  # a GPU still has the step before queued meanwhile
-        if device.type == "cuda":
-            windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
-        for part in windows.split(self.micro_batch_size):
-            borders = document_borders(part[:, :-1], self.data.tokenizer.bos_id, device)
-            part = part.to(device, non_blocking=True)
-            # Contiguous, as in evaluation: both run the same compiled graph.
-            yield part[:, :-1].contiguous(), part[:, 1:].contiguous(), *borders
-
-
-# === end: batches ===
 
 
 # === shared: model ===
@@ -2168,190 +1575,6 @@ class GPT(nn.Module):
 
 
 # === end: model ===
-
-
-# === shared: kernels ===
-# Faster forms on CUDA. A run begins with choose_kernels, which keeps those in FAST that agree with
-# the plain forms of section model on this device.
-
-
-def document_borders(ids, bos_id, device):
-    """Return a list of the places in ids (B, T) at which rows and documents begin, and B * T.
-
-    They are int32 (D + 1,); the list is empty if no kernel takes them. ids: on the host, which then
-    knows the number D of documents without waiting for a GPU.
-    """
-    if "attention" not in FAST:
-        return []
-    begins = ids == bos_id
-    begins[:, 0] = True
-    places = begins.flatten().nonzero().flatten()
-    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
-    torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
-    return [borders]
-
-
-# How varlen_attn is told that heads share keys. PyTorch 2.11 sees it by itself.
-SHARED_KEYS = dict(enable_gqa=True) if torch.__version__ >= "2.12" else {}
-
-
-def varlen_attend(q, k, v, borders, window):
-    """Return what `attend` returns, by FlashAttention and without masks."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    T = q.size(2)
-    left = window - 1 if window < T else -1
-    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * T, heads, D)
-    o = varlen_attn(*rows, borders, borders, T, T, window_size=(left, 0), **SHARED_KEYS)
-    return o.unflatten(0, (-1, T)).transpose(1, 2)
-
-
-def fla_outputs(q, k, v, g, beta):
-    """Return room for the outputs of fla_gdn, which takes chunks of 64 tokens."""
-    return torch.empty_like(v), torch.empty_like(g), k.new_empty(*k.shape[:3], 64)
-
-
-def fla_gdn(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gdn_chunk's outputs by flash-linear-attention; running sums of g / ln 2, and inverses.
-
-    1.0 is the scale of q; no state is given or wanted.
-    """
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
-
-    inputs = (x.contiguous() for x in (q, k, v, g, beta))
-    total, o, inverse, *_ = chunk_gated_delta_rule_fwd(*inputs, 1.0, None, False)
-    return o, total, inverse
-
-
-def fla_grad(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverse: Tensor, d: Tensor
-) -> list[Tensor]:
-    """Return the gradients of fla_gdn's inputs; g has the running sums, d is by the outputs."""
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
-
-    inputs = [x.contiguous() for x in (q, k, v, g, beta)]
-    dq, dk, dv, d_beta, dg, *_ = chunk_gated_delta_rule_bwd(
-        *inputs, inverse, 1.0, None, d.contiguous(), None
-    )
-    return [x.to(y.dtype) for x, y in zip((dq, dk, dv, dg, d_beta), inputs, strict=True)]
-
-
-fla_grad = register("fla_grad", fla_grad, lambda *x: list(map(torch.empty_like, x[:5])))
-
-
-def keep_gdn(ctx, inputs, output):
-    """Keep what fla_backward needs."""
-    q, k, v, _, beta = inputs
-    _, total, inverse = output
-    ctx.save_for_backward(q, k, v, total, beta, inverse)
-
-
-def fla_backward(ctx, d, *_):
-    """Return the gradients of fla_gdn's inputs."""
-    return tuple(fla_grad(*ctx.saved_tensors, d))
-
-
-fla_gdn = register("fla_gdn", fla_gdn, fla_outputs, fla_backward, keep_gdn)
-
-
-def output_and_gradients(form, inputs, dtype):
-    """Return the output of a form and the gradients of its inputs; 4-d inputs are in `dtype`."""
-    leaves = [x.to(dtype) if x.ndim == 4 else x.clone() for x in inputs]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    output = form(*leaves)
-    weights = torch.arange(output.numel(), device=output.device).sin().view_as(output)
-    return [output, *torch.autograd.grad(output, leaves, weights.to(output.dtype))]
-
-
-def form_errors(fast, plain, inputs, dtype):
-    """Return the errors of a faster form and of the plain one, in `dtype`, as a tensor (2,).
-
-    An error is the largest distance of the output or a gradient from those of the plain form in
-    float32, relative to their norm. A NaN stays a NaN.
-    """
-    references = output_and_gradients(plain, inputs, torch.float32)
-    errors = []
-    for form in (fast, plain):
-        pairs = zip(output_and_gradients(form, inputs, dtype), references, strict=True)
-        errors.append(torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).max())
-    return torch.stack(errors)
-
-
-def check_attention(config, ids, dtype, device):
-    """Return the form_errors of varlen_attend with and without a window, for documents of ids (B, T)."""
-    (borders,) = document_borders(ids, 0, device)
-    doc = (ids == 0).cumsum(1).to(device)
-    windows = (config.attn_window, FULL_WINDOW)
-    shapes = [
-        (len(ids), heads, ids.size(1), config.attention_width)
-        for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    ]
-    return form_errors(
-        lambda *qkv: torch.cat([FAST["attention"](*qkv, borders, window) for window in windows]),
-        lambda *qkv: torch.cat([attend(*qkv, doc, window) for window in windows]),
-        [torch.randn(shape, device=device) for shape in shapes],
-        dtype,
-    )
-
-
-def check_gdn(config, ids, dtype, device):
-    """Return the form_errors of fla_gdn, for documents of ids (B, T)."""
-    _, heads, key_width, value_width = config.gdn_sizes
-    q, k, v = (
-        torch.randn(*ids.shape, heads, width, device=device)
-        for width in (key_width, key_width, value_width)
-    )
-    g, beta = torch.rand(2, *ids.shape, heads, device=device)
-    g = torch.where(ids[..., None].to(device) == 0, DOCUMENT_DECAY, -g)
-    q = F.normalize(q, dim=-1) * key_width**-0.5
-    return form_errors(
-        lambda *inputs: FAST["gdn"](*inputs)[0],
-        lambda *inputs: gdn_chunk(*inputs, chunk=64)[0],
-        [q, F.normalize(k, dim=-1), v, g, beta],
-        dtype,
-    )
-
-
-def choose_kernels(choice, network, runtime, log):
-    """Fill FAST with the forms that the layers can use and that agree with the plain ones; log why.
-
-    choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
-    form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
-    the plain form has no error. Raises UserError if fla is asked for and left out.
-    """
-    FAST.clear()
-    config = network.config
-    layers = set(config.layers.split())
-    if choice != "plain" and runtime.device.type == "cuda":
-        # fla takes a minute to compile, so nothing is checked that no layer uses.
-        if layers - {"g"}:
-            FAST["attention"] = varlen_attend
-        if "g" in layers:
-            FAST["gdn"] = fla_gdn
-    checks = {"attention": check_attention, "gdn": check_gdn}
-    dtype = network.dtype or torch.bfloat16
-    ids = torch.randint(100, (2, min(config.train_seq_len, 2048)))  # the plain form needs memory
-    for name in list(FAST):
-        good = False
-        try:
-            errors = checks[name](config, ids, dtype, runtime.device)
-            error, plain_error = errors.tolist()
-            good = error < 2 * plain_error + 0.001
-            reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
-        except Exception as fault:  # whatever a compiler or a package raises, it is not used
-            reason = repr(fault)
-        good = runtime.agree(good)  # rank 0 decides: ranks must not differ
-        log(f"kernels: {name} {'taken' if good else 'left out'}: {reason}")
-        if not good:
-            del FAST[name]
-    if choice == "fla" and "g" in layers and "gdn" not in FAST:
-        raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
-
-
-# === end: kernels ===
 
 
 # === shared: quantization ===
@@ -3315,11 +2538,11 @@ def rebuild(source):
         return network
 
 
-def find_tokenizer(source, tokenizer_path):
-    """Return the Tokenizer of a MODEL: of TOKENIZER_PATH, or the one beside it. Raises UserError."""
+def find_tokenizer(source, tokenizer_path, read):
+    """Return read(path) of a MODEL's tokenizer: TOKENIZER_PATH, or the one beside it. UserError."""
     folder = source.path.parent
     beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
-    tokenizer = load_tokenizer(tokenizer_path or beside[0])
+    tokenizer = read(tokenizer_path or beside[0])
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
     if not is_right or tokenizer.bos_id != source.shape["bos_id"]:
@@ -3356,93 +2579,14 @@ def write_folder(out, files):
 # === end: models ===
 
 
-# === shared: evaluation ===
-@dataclass
-class Score:
-    """A model's score on tokens: `loss` in nats per token, `bpb` in bits per byte."""
-
-    nats: float
-    tokens: int
-    bytes: int
-
-    def __post_init__(self):
-        self.loss = self.nats / self.tokens
-        self.bpb = self.nats / math.log(2) / self.bytes
-
-    def result(self):
-        """Return the score's keys in result.json."""
-        result = {f"val_{name}": value for name, value in vars(self).items()}
-        return {**result, "bytes_per_token": self.bytes / self.tokens}
-
-    def __str__(self):
-        return (
-            f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} "
-            f"bytes:{self.bytes}"
-        )
-
-
-@dataclass
-class Scorer:
-    """Scores models on an EvalText; each of its tokens but the first counts once."""
-
-    bos_id: int
-    runtime: Runtime  # its ranks share out the windows
-    seq_len: int  # tokens in a window
-    rows: int  # windows in a forward
-    log: Callable = None  # a Log, which tells how far scoring is
-
-    def score(self, model, text, stride=0):
-        """Return the Score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
-
-        Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
-        the one before it and scores these tokens only, so that they have a longer context.
-        """
-        last = len(text.tokens) - 1
-        end = np.append(np.arange(self.seq_len, last, stride or self.seq_len), last)
-        first = np.append(0, end[:-1])
-        begin = np.maximum(0, end - self.seq_len) if stride else first
-        spans = np.stack([begin, first, end], axis=1)
-        return self.score_spans(model, text, spans, self.rows, self.seq_len)
-
-    @torch.no_grad()
-    def score_spans(self, model, text, spans, rows, length):
-        """Return the Score of spans (S, 3): a row sees tokens begin..end and scores first..end.
-
-        A forward has `rows` rows of `length` tokens; 0: of as many as the longest of them has.
-        """
-        tokens = text.tokens
-        device = self.runtime.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
-        spans = spans[self.runtime.rank :: self.runtime.world_size]
-        # Empty rows fill the last forward: windows have one shape, for one compiled graph.
-        padded = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
-        for at in range(0, len(padded), rows):
-            if self.log and self.log.is_due():
-                self.log(f"scored {at:,} of {len(spans):,} windows")
-            begin, first, end = np.hsplit(padded[at : at + rows], 3)  # (rows, 1) each
-            positions = begin + np.arange(length or (end - begin).max())
-            is_scored = (first <= positions) & (positions < end)
-            positions = np.minimum(positions, len(tokens) - 2)  # what fills a short row
-            ids = torch.from_numpy(tokens[positions])
-            # The model's loss of the target -1 is 0.
-            targets = torch.from_numpy(np.where(is_scored, tokens[positions + 1], -1))
-            borders = document_borders(ids, self.bos_id, device)
-            losses = model(ids.to(device), targets.to(device), *borders)
-            sums += torch.stack([losses.double().sum(), (targets >= 0).sum().to(device)])
-        nats, count = self.runtime.sum(sums).tolist()
-        assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
-        return Score(nats, int(count), text.bytes)
-
-
-# === end: evaluation ===
-
-
 # ----------------------------------------------------------------------------------------- weights
-def stored_widen(exporter):
-    """Return the factor on quantization steps that a checkpoint of train_gpt.py has, see quant_table."""
-    if "table" in exporter:  # checkpoints before 2026-11-27 have the widened quantizers
-        return exporter["table"]["matrix"]["clip_sigmas"] / MATRIX_CLIP_SIGMAS
-    return float(exporter.get("widen", 1.0))
+def stored_widen(source):
+    """Return the factor on quantization steps of a checkpoint of train_gpt.py, see quant_table."""
+    exporter = source.exporter
+    with one_line(f"{source.path}: training.pt has no factor on quantization steps"):
+        if "table" in exporter:  # checkpoints before 2026-11-27 have the widened quantizers
+            return exporter["table"]["matrix"]["clip_sigmas"] / MATRIX_CLIP_SIGMAS
+        return float(exporter.get("widen", 1.0))
 
 
 def read_packed(path):
@@ -3492,7 +2636,9 @@ def read_header(source, tokenizer_path):
     """Return tokenizer_sha256 and meta for a file; a checkpoint's tokenizer lies beside. UserError."""
     if source.header:
         return {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
-    tokenizer = find_tokenizer(source, tokenizer_path)
+    # Its shape has the facts that a rank file lacks.
+    read = functools.partial(read_tokenizer, facts=source.shape)
+    tokenizer = find_tokenizer(source, tokenizer_path, read)
     meta = {"seed": source.run["seed"], "tokenizer": tokenizer.file}
     return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
 
@@ -3522,12 +2668,69 @@ def pack_model(source, settings, by_gptq=False):
     coded = source.coded
     if not coded:
         is_as_trained = settings.matrix_bits == source.run.get("matrix_bits")
-        table = quant_table(settings, stored_widen(source.exporter) if is_as_trained else 1.0)
+        table = quant_table(settings, stored_widen(source) if is_as_trained else 1.0)
         coded = quantize_all(source.tensors, table)
     if by_gptq:
         improve_codes(coded, source, settings)
     with one_line(source.path):
         return pack_artifact(source.tensors, coded, settings=source.shape, **header)
+
+
+# GPTQ and distillation read batches of so many windows of text.
+BATCH_WINDOWS = 4
+MICRO_BATCH_TOKENS = 4096  # of which so many are in memory at a time, or one window
+
+
+def pick_device(choice):
+    """Return the device of the setting DEVICE. Raises UserError if PyTorch does not see it."""
+    # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
+    torch.set_flush_denormal(True)
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise UserError("DEVICE='cuda': PyTorch sees no GPU of this machine; must be cpu")
+    use_cuda = choice != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if use_cuda else "cpu")
+
+
+def read_text(model, settings):
+    """Return the TokenStreams of training and validation for a model, and the bytes of the second.
+
+    Raises UserError if DATA_PATH has another tokenizer.
+    """
+    path = settings.data_path
+    if not path:
+        raise UserError(
+            "DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without "
+            "distillation"
+        )
+    manifest = load_manifest(path)
+    train, val = check_dataset(path, manifest)
+    header = read_header(model, settings.tokenizer_path)
+    if manifest["tokenizer"]["sha256"] != header["tokenizer_sha256"]:
+        raise UserError(f"DATA_PATH={path!r}: has another tokenizer than {model.path}")
+    return train, val, counted_bytes(manifest["val"])
+
+
+def training_batch(train, seq_len, seed, step):
+    """Return the micro-batches, ids (B, seq_len), of a step: windows from random places."""
+    starts = np.random.default_rng([seed, step]).integers(len(train), size=BATCH_WINDOWS)
+    windows = np.stack([train.read(start, seq_len) for start in starts])
+    return torch.from_numpy(windows).split(max(1, MICRO_BATCH_TOKENS // seq_len))
+
+
+@torch.no_grad()
+def validation_bpb(network, seq_len, val, val_bytes):
+    """Return bits per byte of all tokens of validation but the first, in windows side by side."""
+    tokens = torch.from_numpy(val.read(0, len(val)))
+    whole = (len(tokens) - 1) // seq_len * seq_len  # tokens in full windows; the rest is shorter
+    rows = max(1, MICRO_BATCH_TOKENS // seq_len)
+    ids = [*tokens[:whole].view(-1, seq_len).split(rows), tokens[None, whole:-1]]
+    targets = [*tokens[1 : whole + 1].view(-1, seq_len).split(rows), tokens[None, whole + 1 :]]
+    nats = 0.0
+    for inputs, nexts in zip(ids, targets, strict=True):
+        if inputs.numel():
+            device = network.embed.device
+            nats += network(inputs.to(device), nexts.to(device)).double().sum().item()
+    return nats / math.log(2) / val_bytes
 
 
 # GPTQ's sums are of so many tokens of training text: 8,192 of them lost 0.0021 nats a token instead
@@ -3587,50 +2790,23 @@ def improve_codes(coded, source, settings):
 
     Tables that are only looked up keep the nearest codes.
     """
-    data, options = read_data(source, settings)
-    runtime = start_runtime(settings.device)
-    network = rebuild(source).to(runtime.device)
+    train, *_ = read_text(source, settings)
+    device = pick_device(settings.device)
+    network = rebuild(source).to(device)
     network.dtype = torch.float32  # so that F.linear meets the weights themselves
-    batches = Batches(data, options, runtime)
     inputs = InputSums(network)
-    for step in range(-(-GPTQ_TOKENS // options.train_batch_tokens)):
-        for ids, *_ in batches.micro_batches(step):
+    seq_len = source.shape["train_seq_len"]
+    for step in range(math.ceil(GPTQ_TOKENS / BATCH_WINDOWS / seq_len)):
+        for ids in training_batch(train, seq_len, settings.seed, step):
             with inputs:
-                network(ids)
+                network(ids.to(device))
     for name, part in coded.items():
         if name in inputs.sums:
-            w = source.tensors[name].flatten(1).float().to(runtime.device)
-            scale = part.scale.to(runtime.device)
+            w = source.tensors[name].flatten(1).float().to(device)
+            scale = part.scale.to(device)
             part.codes = gptq(w, scale, inputs.sums[name]).cpu()
         else:  # every matrix is multiplied
             require(tensor_class(name, source.tensors[name]) != "matrix", f"no input of {name}")
-
-
-def read_data(tuned, settings):
-    """Return the Dataset for a model, and the settings of its batches. Raises UserError."""
-    if not settings.data_path:
-        raise UserError(
-            "DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without "
-            "distillation"
-        )
-    seq_len = tuned.shape["train_seq_len"]
-    options = SimpleNamespace(
-        data_path=settings.data_path,
-        tokenizer_path=settings.tokenizer_path,
-        vocab_size=tuned.shape["vocab_size"],
-        ema=False,  # so that no weights are chosen and nothing is held out
-        swa=False,
-        train_seq_len=seq_len,
-        seed=settings.seed,
-        micro_batch_tokens=max(seq_len, 4096),
-        train_batch_tokens=4 * seq_len,
-    )
-    data = open_data(options)
-    if data.tokenizer.sha256 != read_header(tuned, settings.tokenizer_path)["tokenizer_sha256"]:
-        raise UserError(
-            f"DATA_PATH={settings.data_path!r}: has another tokenizer than {tuned.path}"
-        )
-    return data, options
 
 
 def as_kept(name, w):
@@ -3645,10 +2821,9 @@ def distill(base, tuned, settings):
     The loss is the mean squared error of logits (arXiv:2402.10193). If those of the first batch
     are not nearer in the end, there are no scales.
     """
-    data, options = read_data(tuned, settings)
-    runtime = start_runtime(settings.device)
-    device = runtime.device
-    batches = Batches(data, options, runtime)
+    train, *_ = read_text(tuned, settings)
+    device = pick_device(settings.device)
+    seq_len = tuned.shape["train_seq_len"]
     teacher = rebuild(tuned).requires_grad_(False).to(device)
     group = settings.delta_group
     held = {}  # the base's matrices, and all else of the tuned model
@@ -3667,27 +2842,28 @@ def distill(base, tuned, settings):
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.distill_steps)
 
-    def batch_loss(step, train):
-        """Return the mean of a batch; with `train`, add its gradients."""
+    def batch_loss(step, is_training):
+        """Return the mean of a batch; with `is_training`, add its gradients."""
         total = 0.0
-        for ids, *_ in batches.micro_batches(step):
+        for ids in training_batch(train, seq_len, settings.seed, step):
+            ids = ids.to(device)
             weights = dict(held)
             for name, scale in scales.items():
                 weights[name] = add_delta(held[name], signs[name], scale, group)
             logits = torch.func.functional_call(teacher, weights, (ids,))
-            loss = (logits - teacher(ids)).square().mean() * (len(ids) / batches.rank_batch_size)
-            if train:
+            loss = (logits - teacher(ids)).square().mean() * (len(ids) / BATCH_WINDOWS)
+            if is_training:
                 loss.backward()
             total += loss.item()
         return total
 
-    before = batch_loss(0, train=False)
+    before = batch_loss(0, is_training=False)
     for step in range(settings.distill_steps):
         optimizer.zero_grad()
-        batch_loss(step, train=True)
+        batch_loss(step, is_training=True)
         optimizer.step()
         schedule.step()
-    after = batch_loss(0, train=False)
+    after = batch_loss(0, is_training=False)
     print(
         f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first "
         f"batch {before:.6g} before, {after:.6g} after"
@@ -3933,20 +3109,12 @@ def show_sizes(path, base):
 
 def show_scores(models, settings):
     """Print bits per byte of validation of base, tuned, and base + delta."""
-    data, options = read_data(models[1], settings)
-    runtime = start_runtime(settings.device)
-    seq_len = options.train_seq_len
-    rows = max(1, 4096 // seq_len)
-    scorer = Scorer(data.tokenizer.bos_id, runtime, seq_len, rows)
+    _, val, val_bytes = read_text(models[1], settings)
+    device = pick_device(settings.device)
     scores = []
     for model in models:
-        network = rebuild(model).to(runtime.device)
-        if not scores:
-            choose_kernels(settings.kernels, network, runtime, print)
-        if settings.compile:
-            mode = "default" if settings.compile is True else settings.compile
-            network = torch.compile(network, dynamic=False, mode=mode)
-        scores.append(scorer.score(network, data.val).bpb)
+        network = rebuild(model).to(device)
+        scores.append(validation_bpb(network, model.shape["train_seq_len"], val, val_bytes))
     base, tuned, delta = scores
     kept = "tuned is no better than base on this text, so there is no gain to keep"
     if tuned < base:

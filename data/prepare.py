@@ -392,19 +392,6 @@ def add_encoder(tokenizer):
 # === shared: data ===
 # llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
 SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-# The file beside the shards with the bytes of each token: uint32 (2, V), see token_bytes.
-TOKEN_BYTES = "token_bytes.bin"
-
-
-def token_bytes(table, prev, ids):
-    """Return the bytes of each token of `ids` given the token before it, int64, same shape.
-
-    table: (2, V), the bytes that a token decodes to. table[0]: after ordinary text. table[1]: after a
-    token without bytes such as BOS, where SentencePiece's leading space is not part of the text.
-    Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
-    """
-    is_boundary = table[0, prev] == 0
-    return table[is_boundary.astype(int), ids]
 
 
 def read_shard(path):
@@ -525,6 +512,25 @@ def check_dataset(data_path, manifest):
     return streams
 
 
+# === end: data ===
+
+
+# === shared: documents ===
+# The file beside the shards with the bytes of each token: uint32 (2, V), see token_bytes.
+TOKEN_BYTES = "token_bytes.bin"
+
+
+def token_bytes(table, prev, ids):
+    """Return the bytes of each token of `ids` given the token before it, int64, same shape.
+
+    table: (2, V), the bytes that a token decodes to. table[0]: after ordinary text. table[1]: after a
+    token without bytes such as BOS, where SentencePiece's leading space is not part of the text.
+    Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
+    """
+    is_boundary = table[0, prev] == 0
+    return table[is_boundary.astype(int), ids]
+
+
 def document_hashes(stream, bos_id):
     """Yield a hash of the tokens of every document, in order.
 
@@ -537,7 +543,7 @@ def document_hashes(stream, bos_id):
         yield hashlib.sha256(stream.read(begin, end - begin)).digest()
 
 
-# === end: data ===
+# === end: documents ===
 
 
 # === shared: preparation ===

@@ -346,7 +346,7 @@ def place(tmp_path_factory):
 
 
 def batches_of(data):
-    """The batches that distillation reads: four windows of the model's length, by seed."""
+    """Batches of four windows of the model's length."""
     options = dataclasses.replace(
         SETTINGS, data_path=str(data), ema=False, swa=False, train_batch_tokens=128
     )
@@ -470,7 +470,8 @@ def test_distillation(call, place, tmp_path):
     assert lines[0].startswith("file") and lines[60].startswith(
         "distillation: 60 steps, mean squared error of logits"
     )
-    ids = torch.cat([ids for ids, _ in batches_of(place / "data").micro_batches(0)])
+    train, _ = Q.check_dataset(place / "data", Q.load_manifest(place / "data"))
+    ids = torch.cat(Q.training_batch(train, 32, Q.Settings().seed, 0))
     with torch.no_grad():
         right = rebuilt(tuned)(ids)
         losses = [(rebuilt(each)(ids) - right).square().mean().item() for each in read.values()]

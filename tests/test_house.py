@@ -28,7 +28,7 @@ TOKENS = {
     "train_ppo.py": 46_500,
     "train_grpo.py": 47_500,
     "train_gspo.py": 47_500,
-    "quantize.py": 27_000,
+    "quantize.py": 23_000,
     "convert.py": 21_000,
     "sample.py": 32_500,
 }

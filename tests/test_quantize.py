@@ -258,13 +258,9 @@ def test_gptq_lowers_the_loss_and_says_where_its_text_is(call, trained, tiny_dat
         code, _, error = call("pack", trained, out, *words, MATRIX_BITS=3)
         assert code == 0, error
         nets[name] = Q.rebuild(Q.read_weights(str(out)))
-    data, options = Q.read_data(
-        Q.read_weights(str(trained)), Q.Settings(data_path=str(tiny_data), seed=3)
-    )
-    batches = Q.Batches(data, options, Q.Runtime(0, 1, torch.device("cpu"), False))
-    with torch.no_grad():
-        ids, targets, *_ = next(batches.micro_batches(0))
-        nearest, gptq = (net(ids, targets).mean().item() for net in nets.values())
+    source = Q.read_weights(str(trained))
+    _, val, size = Q.read_text(source, Q.Settings(data_path=str(tiny_data)))
+    nearest, gptq = (Q.validation_bpb(net, 32, val, size) for net in nets.values())
     assert gptq < nearest - 0.001
     assert call("verify", tmp_path / "gptq.upar", trained, MATRIX_BITS=3)[0] == 0
     for model, folder, fault in (

@@ -37,6 +37,7 @@ ORDER = (
     "forms",
     "prompt",
     "data",
+    "documents",
     "ends",
     "text",
     "chat",
