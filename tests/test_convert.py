@@ -75,9 +75,9 @@ def test_an_export_has_files_of_the_repository(monkeypatch, capsys, tmp_path):
     write(tmp_path / "m.upar", network())
     assert run(monkeypatch, ["export", tmp_path / "m.upar", tmp_path / "hf"]) == 0
     assert "with trust_remote_code=True" in capsys.readouterr().out
-    names = "SHA256SUMS bytes config.json generation_config.json model.safetensors"
+    names = "SHA256SUMS config.json generation_config.json model.safetensors modeling_underpar.py"
     files = sorted(path.name for path in (tmp_path / "hf").iterdir())
-    assert files == [*names.split(), "modeling_underpar.py", "tokenizer_config.json"]
+    assert files == [*names.split(), "tokenizer.json", "tokenizer_config.json"]
     code = (ROOT / "tools" / "modeling_underpar.py").read_bytes()
     assert (tmp_path / "hf" / "modeling_underpar.py").read_bytes() == code
     config = json.loads((tmp_path / "hf" / "config.json").read_bytes())
