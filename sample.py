@@ -4821,7 +4821,7 @@ class Answer:
         """Return what SCORE_FILE has of the answer."""
         problem = self.question.problem or {}
         return {
-            "prompt": problem.get("prompt", "\n".join(text for _, text in self.question.turns)),
+            "prompt": problem.get("prompt", "\n".join(text for _, text, *_ in self.question.turns)),
             "completion": self.text,
             "answer": problem.get("answer"),
             "rewards": self.rewards,
@@ -4861,7 +4861,7 @@ def read_questions(answering, path, settings, log):
             problem = problem_of(row, notes)
             if needs_answer:
                 require_answer(problem)
-            name = "problem"
+            name = "problems"
             turns = query_turns(problem)
         else:
             name, turns = row_prompt(row, notes)
