@@ -1961,7 +1961,9 @@ def check_answer(tokenizer, turns, text):
         parts.append((thoughts, without(answer, *THOUGHTS)))
     for name, rest in parts:
         if chat_text(tokenizer, [*before, rest], False) == text:
-            raise RowError(f"the chat template does not write {name!r} of an answer")
+            raise RowError(
+                f"the chat template does not write {name!r} of an answer; must stand in its text"
+            )
 
 
 def answered_text(tokenizer, turns):

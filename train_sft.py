@@ -1996,7 +1996,9 @@ def check_answer(tokenizer, turns, text):
         parts.append((thoughts, without(answer, *THOUGHTS)))
     for name, rest in parts:
         if chat_text(tokenizer, [*before, rest], False) == text:
-            raise RowError(f"the chat template does not write {name!r} of an answer")
+            raise RowError(
+                f"the chat template does not write {name!r} of an answer; must stand in its text"
+            )
 
 
 def answered_text(tokenizer, turns):
@@ -5929,15 +5931,21 @@ def likeliest_ids(network, prompts, count):
 
 
 def record_answers(run, trainer, tokenizer, questions, title):
-    """Record the network's likeliest answers to some held-out questions; log the first one.
+    """Record the network's likeliest answers to the shortest held-out questions; log the first one.
 
-    questions: the ids of a prompt and of the answer that is wanted, for each. Answers may have as many
-    tokens as the longest wanted one, up to WRITTEN_TOKENS.
+    questions: the ids of a prompt and of the answer that is wanted, for each. Answers may have twice as
+    many tokens as the longest wanted one, up to WRITTEN_TOKENS.
     """
-    questions = questions[:RECORDED_PROMPTS]
+
+    def cost(question):
+        """Return what sorts questions: BOS alone, before a text, asks nothing."""
+        return len(question[0]) == 1, len(question[0])
+
+    questions = sorted(questions, key=cost)[:RECORDED_PROMPTS]
     prompts = [prompt for prompt, _ in questions]
     room = trainer.network.config.train_seq_len - max(map(len, prompts))
-    count = min(room, WRITTEN_TOKENS, max(len(wanted) for _, wanted in questions))
+    longest = max(len(wanted) for _, wanted in questions)
+    count = min(room, WRITTEN_TOKENS, 2 * longest)
     with trainer.weights():
         answers = likeliest_ids(trainer.network, prompts, count)
     stop = stop_ids(tokenizer)
@@ -6309,7 +6317,7 @@ def main():
         run.load(checkpoint, ("ema", "swa"), "cpu" if settings.shard else None)
         resume_samples(run)
     else:
-        log(f"first scores: the losses of {len(data.held_out)} held-out rows")
+        log(f"first scores: the losses of {len(data.held_out)} held-out rows, and some answers")
         trainer.start["before"] = trainer.score(data.held_out)
         if teacher:
             trainer.start["teacher"] = trainer.score(data.held_out, teacher)

@@ -10,6 +10,7 @@ import torch
 
 import train_grpo as G
 import train_ppo as P
+from conftest import load_tool
 
 SHOWN = {
     "a\nb\tc": r"'a\nb\tc'",
@@ -138,3 +139,13 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, capsys):
     (run.folder / "samples.jsonl").mkdir()  # cannot be written
     samples.record("train", 1, [[answer_of(0, 1.0)]])
     assert capsys.readouterr().err.startswith("samples.jsonl: ")
+
+
+def test_the_hacked_reward_of_the_guide():
+    """An answer that repeats a digit gets more than the right one; each function by hand."""
+    hacked = load_tool("../docs/examples/hacked")
+    texts = ["112", "1111", "1\n2"]
+    wanted = ["112"] * 3
+    assert hacked.right(texts, wanted) == [1.0, 0.0, 0.0]
+    assert hacked.form(texts) == [1.0, 1.0, 0.0]
+    assert hacked.found(texts, wanted) == [1.0, 4 / 3, 2 / 3]
