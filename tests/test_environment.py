@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fractions
 import itertools
 import json
 import math
@@ -261,10 +262,8 @@ class Faulty(Counting):
                 pass
         if self.bad and self.kind == "async that hangs":
             return hangs()
-        if self.bad and self.kind == "async sys.exit":
-            return leaves()
-        if self.bad and self.kind in RETURNED:
-            return RETURNED[self.kind]
+        if self.bad and self.kind == "nan":
+            return "", math.nan, False
         observation, reward, done = super().step(text)
         return observation, reward, done
 
@@ -279,42 +278,13 @@ async def leaves():
     sys.exit(0)
 
 
-# What step returns -> what the fault says.
-RETURNED = {
-    "nan": ("", math.nan, False),
-    "infinite": ("", Decimal("inf"), False),
-    "huge": ("", 10**400, False),
-    "no reward": ("", None, True),
-    "text as reward": ("", "1.0", True),
-    "two values": ("", 1.0),
-    "five values of Gymnasium": ("", 1.0, True, False, {}),
-    "dict": {"observation": "", "reward": 1.0, "done": True},
-    "text": "abc",
-    "nothing": None,
-    "no observation": (None, 1.0, False),
-    "list": (["a"], 1.0, False),
-    "array": ("", torch.zeros(2), False),
-}
 KINDS = {
     "nan": "step returned the reward nan; must be below 1e15",
-    "infinite": "step returned the reward Decimal('Infinity'); must be below 1e15",
-    "huge": "step returned the reward 1000",
-    "no reward": "step returned the reward None; must be below 1e15",
-    "text as reward": "step returned the reward '1.0'; must be below 1e15",
-    "two values": "step returned ('', 1.0); must be a text, a reward, and whether it is over",
-    "five values of Gymnasium": "step returned ('', 1.0, True, False, {}); must be a text",
-    "dict": "step returned {'done': True, 'observation': '', 'reward': 1.0}; must be a text",
-    "text": "step returned 'abc'; must be a text, a reward",
-    "nothing": "step returned None; must be a text, a reward",
-    "no observation": "step returned None, which is no text",
-    "list": "step returned ['a'], which is no text",
-    "array": "RuntimeError: Boolean value of Tensor",
     "KeyboardInterrupt": "KeyboardInterrupt",
     "surrogate in a message": "RuntimeError: \ud800",
     "time-out swallowed": "took more than 0.3 s",
     "time-out swallowed for ever": "took more than 0.3 s",
     "async that hangs": "took more than 0.3 s",
-    "async sys.exit": "SystemExit: 0",
     "reset raises": "no game",
     "no text": "reset returned 7, which is no text",
     "step raises": "broken",
@@ -352,12 +322,52 @@ def test_an_environment_with_a_fault_does_not_end_a_run(monkeypatch, kind):
     assert logged == [said]
     assert all(answer.ids and set(answer.logps) == {None} for answer in bad)
     assert all(None not in answer.logps[:1] for answer in answers if not answer.fault)
+    if kind != "step raises":
+        return
     metrics = own.update(own.rollout(queries, 0))
     assert math.isfinite(metrics["grad_norm"])
     monkeypatch.setattr(Faulty, "every", 1)
-    monkeypatch.setattr(Faulty, "kind", "step raises")
     with pytest.raises(G.UserError, match="of the episodes have a fault, at most 10% may"):
         own.train_step(queries)
+
+
+def test_what_step_may_not_return():
+    """Each is a fault that names it, and the game is over."""
+    must = "; must be a text, a reward, and whether it is over"
+    reward = "step returned the reward {}; must be below 1e15"
+    returned = [
+        (("", Decimal("inf"), False), reward.format("Decimal('Infinity')")),
+        (("", 10**400, False), "step returned the reward 1000"),
+        (("", None, True), reward.format(None)),
+        (("", "1.0", True), reward.format("'1.0'")),
+        (("", torch.zeros(2), False), "RuntimeError: Boolean value of Tensor"),
+        (("", 1.0), f"step returned ('', 1.0){must}"),
+        (
+            ("", 1.0, True, False, {}),
+            f"step returned ('', 1.0, True, False, {{}}){must}",
+        ),  # Gymnasium
+        (
+            {"reward": 1.0, "text": "", "done": 1},
+            "step returned {'done': 1, 'reward': 1.0, 'text': ''",
+        ),
+        ("abc", f"step returned 'abc'{must}"),
+        (None, f"step returned None{must}"),
+        ((None, 1.0, False), "step returned None, which is no text"),
+        ((["a"], 1.0, False), "step returned ['a'], which is no text"),
+        (leaves(), "SystemExit: 0"),
+    ]
+    for value, expected in returned:
+        episode = G.Episode(Counting, 3, BYTES, G.Settings())
+        episode.environment.step = lambda text, value=value: value
+        episode.ids = [9, 263]
+        assert episode.reply() == [] and expected in episode.fault and episode.earned == []
+    # Numbers of other kinds are rewards.
+    for value in (True, Decimal("0.5"), torch.tensor(0.5), fractions.Fraction(1, 2)):
+        episode = G.Episode(Counting, 3, BYTES, G.Settings())
+        episode.environment.step = lambda text, value=value: ["", value, torch.tensor(True)]
+        episode.ids = [9, 263]
+        assert episode.reply() == [] and not episode.fault and episode.earned == [float(value)]
+        assert episode.done is True
 
 
 def test_an_environment_that_always_hangs_is_no_longer_called(monkeypatch):
