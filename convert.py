@@ -2011,6 +2011,24 @@ REMOTE_CLASSES = {
 }
 
 
+# How an answer in the roles of these scripts is read: transformers' parse_response and its server.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|end|>", "content": "text"},
+    },
+}
+
+
 def load_safetensors():
     """Return the module safetensors. Raises UserError if it is not installed."""
     try:
@@ -2914,6 +2932,7 @@ def tokenizer_files(tokenizer):
         template = read_tool("chat_template.jinja").decode()  # the layout of asked_ids
         if not begin_ids(tokenizer):
             template = template.replace("{{- bos_token }}\n", "")
+        config["response_template"] = RESPONSE_TEMPLATE
     if template:
         config["chat_template"] = template
     files = {"tokenizer_config.json": json_bytes(config)}

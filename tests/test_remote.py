@@ -270,6 +270,11 @@ def test_conversations_with_tools(exported, transformers, tmp_path):
     ]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     ids = found.apply_chat_template(messages, tools=tools, add_generation_prompt=True)["input_ids"]
+    answer = '<think>\nso\n</think>\n\n<tool_call>{"name": "time", "arguments": {"zone": 1}}</tool_call><|end|>'
+    reply = found.parse_response(answer, prefix="<|assistant|>")
+    function = {"name": "time", "arguments": {"zone": 1}}
+    assert reply["tool_calls"] == [{"type": "function", "function": function}]
+    assert reply["reasoning_content"].strip() == "so"
     row = {"tools": tools, "messages": messages}
     turns = sample.leading_turns(row, sample.listed_turns(row, "messages", set()))
     assert ids == sample.asked_ids(sample.load_tokenizer("bytes"), turns)

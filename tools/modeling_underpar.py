@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
@@ -1213,7 +1212,3 @@ class UnderparForCausalLM(UnderparPreTrainedModel, GenerationMixin):
         if return_dict is None:
             return_dict = self.config.return_dict
         return output if return_dict else output.to_tuple()
-
-
-# `transformers serve` looks for classes in the package alone.
-transformers.UnderparForCausalLM = UnderparForCausalLM
