@@ -313,7 +313,7 @@ def test_homes_are_found_in_paths_wherever_they_are_given(tmp_path, monkeypatch,
     monkeypatch.setenv("HOME", "/h")
     paths = [field for field in fields(module.Settings) if field.type is module.Paths]
     assert paths and all(
-        re.search("PATH|FILE|DIR|ARTI|CON|RE|IN|TEA|ENV|SCORE|TOOLS", field.name.upper())
+        re.search("PATH|FILE|DIR|ARTI|CON|RE|IN|TEA|ENV|SCORE|TOOLS|MARK", field.name.upper())
         for field in paths
     )
     for name in (field.name for field in paths if field.name != "config"):
