@@ -228,6 +228,34 @@ def test_what_a_resumed_run_writes_again_is_removed(tmp_path):
         assert path.read_bytes() == b"".join(kept)
 
 
+class NarrowFile(io.BytesIO):
+    """A file that takes three bytes at a time, as a pipe or a full disk may."""
+
+    def write(self, data):
+        return super().write(data[:3])
+
+
+def test_a_line_is_written_to_its_end(tmp_path):
+    lines = T.LineFile(tmp_path / "log.txt")
+    lines.file = NarrowFile()
+    for text in ("a line", "and one more"):
+        lines.write(text)
+    assert lines.file.getvalue() == b"a line\nand one more\n"
+
+
+def test_the_log_has_the_first_five_steps_and_the_last(tmp_path):
+    """Unless LOG_SECONDS are over; metrics.jsonl has every step."""
+    log = T.Log(9)
+    log.open(tmp_path, None)
+    for step in range(1, 10):
+        log.metrics(step, {"train_loss": step}, 1.0)
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    steps = [int(line[5]) for line in lines if line.startswith("step:")]
+    assert steps == [1, 2, 3, 4, 5, 9]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 9
+    T.ERROR_LOGS.clear()
+
+
 def test_settings_of_older_runs_may_have_become_constants(tmp_path):
     path = tmp_path / "meta.json"
     settings = {name: 0 for name in T.Settings.__dataclass_fields__}
