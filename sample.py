@@ -4648,7 +4648,7 @@ def chat(settings):
 BATCH_ROWS = 32  # in a forward pass; more need more memory and are hardly faster
 
 
-def row_features(model, rows, one_document=True):
+def numbered_features(model, rows, one_document=True):
     """Yield the number of each row of ids, the longest first, and its features (T, dim).
 
     Rows are padded at their ends, where nothing of a row sees the padding. A row is one document, or
@@ -4666,7 +4666,7 @@ def row_features(model, rows, one_document=True):
 
 
 @dataclass
-class Row:
+class Continuation:
     """A context and an answer in ids, which fit a model's context unless they are a document."""
 
     context: list
@@ -4676,13 +4676,13 @@ class Row:
 
 @torch.inference_mode()
 def answer_logps(model, rows, one_document=True):
-    """Return for each Row the log-probabilities of its answer's n ids, float64 (n,).
+    """Return for each Continuation the log-probabilities of its answer's n ids, float64 (n,).
 
-    one_document: see row_features.
+    one_document: see numbered_features.
     """
     logps = [None] * len(rows)
     inputs = [[*row.context, *row.answer[:-1]] for row in rows]
-    for number, features in row_features(model, inputs, one_document):
+    for number, features in numbered_features(model, inputs, one_document):
         answer = torch.tensor(rows[number].answer, device=features.device)
         features = features[-len(answer) :].split(
             model.context
@@ -4709,13 +4709,13 @@ def rewards(model, conversations):
         ids += answer_ids(model.tokenizer, before, answer)
         rows.append([first, *ids[1 - model.context :]])
     values = [0.0] * len(rows)
-    for number, features in row_features(model, rows):
+    for number, features in numbered_features(model, rows):
         values[number] = (features[-1].float() @ model.network.w_value.float()).item()
     return values
 
 
 def answer_rows(model, turns, answers):
-    """Return a Row for each answer to the same turns. Raises RowError if an answer does not fit.
+    """Return a Continuation for each answer to the same turns. Raises RowError if one does not fit.
 
     An answer includes the token that ends it. A context that is too long loses its beginning, but
     not its BOS.
@@ -4728,7 +4728,7 @@ def answer_rows(model, turns, answers):
         if len(answer) > model.context:
             raise RowError(f"answer longer than the context of {model.context} tokens")
         excess = max(0, len(prompt) + len(answer) - 1 - model.context)
-        rows.append(Row([prompt[0], *prompt[1 + excess :]], answer, excess > 0))
+        rows.append(Continuation([prompt[0], *prompt[1 + excess :]], answer, excess > 0))
     return rows
 
 
@@ -4808,7 +4808,7 @@ class Question:
 
 
 @dataclass
-class Answer:
+class ScoredAnswer:
     """What a model answers to a question."""
 
     question: Question
@@ -4893,7 +4893,7 @@ def answer_questions(model, questions, settings, count):
     answers = []
     for number, one in enumerate(samples):
         text = completion(model.tokenizer, prompts[number // count], one.ids)
-        answers.append(Answer(questions[number // count], text, one.ids, one.finished))
+        answers.append(ScoredAnswer(questions[number // count], text, one.ids, one.finished))
         answers[-1].temperature = settings.temperature
     return answers
 
@@ -4910,7 +4910,7 @@ def read_documents(path, log):
 
 
 def window_rows(model, stream, stride):
-    """Return Rows that score all ids of a stream but the first, in windows of the model's context.
+    """Return Continuations that score all ids of a stream but the first, in windows of the model's context.
 
     Without a stride, windows stand side by side. With one, a window ends `stride` ids after the one
     before it and scores these ids only, so that they have a longer context.
@@ -4920,20 +4920,22 @@ def window_rows(model, stream, stride):
     first = 0
     for end in [*range(model.context, last, stride or model.context), last]:
         begin = max(0, end - model.context) if stride else first
-        rows.append(Row(stream[begin : first + 1], stream[first + 1 : end + 1]))
+        rows.append(Continuation(stream[begin : first + 1], stream[first + 1 : end + 1]))
         first = end
     return rows
 
 
 def document_rows(stream, bos_id):
-    """Return Rows that score the same ids, a document in each: it is seen as a whole, from its BOS on.
+    """Return Continuations that score the same ids, a document in each: it is seen as a whole, from its BOS on.
 
     Its last id predicts the BOS of the next document.
     """
     begins = [place for place, token in enumerate(stream) if token == bos_id]
     ends = [*begins[1:], len(stream) - 1]
     spans = zip(begins, ends, strict=True)
-    return [Row([bos_id], stream[begin + 1 : end + 1]) for begin, end in spans if begin < end]
+    return [
+        Continuation([bos_id], stream[begin + 1 : end + 1]) for begin, end in spans if begin < end
+    ]
 
 
 def summed_nats(model, rows):

@@ -4447,7 +4447,7 @@ IMPORTED_DEFAULTS = {
 }
 
 
-def start_settings(given):
+def shape_settings(given):
     """Return values in place of the defaults: those of a run that goes on, or the shape of INIT_FROM.
 
     given: name of a setting -> value. An ARCH_MODE that is given stands above INIT_FROM's shape, so
@@ -4687,7 +4687,7 @@ def replayed_omissions(settings):
     return [event["weights"] for event in events if event["event"] == "weights_left_out"]
 
 
-def choose_weights(network, table, averages, run, score):
+def choose_timed_weights(network, table, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
     score: () -> Score of the network as it is. An average is left out, with an event, if the clock
@@ -4812,7 +4812,7 @@ def main():
     """
     begin = time.perf_counter()
     presets = {"ARCH_MODE": ARCH_PRESETS, "OPTIMIZER": OPTIMIZER_PRESETS}
-    settings = load_settings(Settings, os.environ, sys.argv[1:], presets, start_settings)
+    settings = load_settings(Settings, os.environ, sys.argv[1:], presets, shape_settings)
     plan = Plan(settings)
     runtime = start_runtime(settings.device)
     device = runtime.device
@@ -4991,7 +4991,7 @@ def main():
     clock.start()
     score_held_out = functools.partial(scorer.score, model, data.held_out)
     table = quant_table(settings, exporter.widen)
-    chosen = choose_weights(network, table, averages, run, score_held_out)
+    chosen = choose_timed_weights(network, table, averages, run, score_held_out)
     # Once more, because a replay repeats which averages were left out: that is in the events.
     write_record(run, "progress.json", {"progress": clock.used})
     _, content = fit_artifact(network, exporter.widen, limit, header, run)

@@ -6111,6 +6111,31 @@ def fitting_tokens(network):
 # === end: start ===
 
 
+# === shared: choice ===
+def choose_weights(params, averages, score):
+    """Give the parameters the raw or averaged values with the highest score(name); return their name.
+
+    averages: name -> Average. Nothing is scored where none of them has values.
+    """
+    params = [param.detach() for param in params]
+    candidates = {"raw": params}
+    for name, average in averages.items():
+        if average.count:
+            candidates[name] = average.values
+    if len(candidates) == 1:
+        return "raw"
+    scores = {}
+    for name, values in candidates.items():
+        with swapped(params, values):
+            scores[name] = score(name)
+    chosen = max(scores, key=scores.get)
+    torch._foreach_copy_(params, candidates[chosen])
+    return chosen
+
+
+# === end: choice ===
+
+
 # === shared: teacher ===
 def load_teacher(settings, tokenizer, runtime):
     """Return the network that TEACHER names, its adapters merged, on the runtime's device, or None.
@@ -6902,27 +6927,19 @@ def begin_run(run, trainer, exam, samples, checkpoint):
     run.log(score_table({"before": start}, start))
 
 
-def choose_weights(trainer, averages, exam, problems, log):
+def choose_policy(trainer, averages, exam, problems, log):
     """Give the policy those of raw and averaged weights that answer problems best; return a name."""
-    raw = [param.detach() for param in trainer.trained.values()]
-    candidates = {"raw": raw}
-    for name, average in averages.items():
-        if average.count:
-            candidates[name] = average.values
-    if len(candidates) == 1:
-        return "raw"
     # Adapters are quantized as parts of the weights that they change.
     qat = not trainer.settings.lora_rank
-    shares = {}
-    for name, values in candidates.items():
-        with swapped(raw, values):
-            answers = exam.graded(trainer, problems, 1, trainer.settings.temperature, qat)
-            right, _ = exam.marks(trainer, answers, 1)
-        shares[name] = right.mean().item()
-        log(f"weights: {name}, pass1 {shares[name]:.4f} on {len(problems)} problems")
-    chosen = max(shares, key=shares.get)
-    torch._foreach_copy_(raw, candidates[chosen])
-    return chosen
+
+    def share_of_right(name):
+        answers = exam.graded(trainer, problems, 1, trainer.settings.temperature, qat)
+        right, _ = exam.marks(trainer, answers, 1)
+        share = right.mean().item()
+        log(f"weights: {name}, pass1 {share:.4f} on {len(problems)} problems")
+        return share
+
+    return choose_weights(trainer.trained.values(), averages, share_of_right)
 
 
 def changed_share(source, coded, table):
@@ -7754,7 +7771,7 @@ def main():
 
     # Choosing the weights and packing them are on the clock, too.
     clock.start()
-    chosen = choose_weights(trainer, averages, exam, choice, run.log)
+    chosen = choose_policy(trainer, averages, exam, choice, run.log)
     content = pack_policy(run, trainer, source)
     facts = {
         "tokenizer_sha256": tokenizer.sha256,

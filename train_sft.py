@@ -5514,6 +5514,31 @@ def fitting_tokens(network):
 # === end: start ===
 
 
+# === shared: choice ===
+def choose_weights(params, averages, score):
+    """Give the parameters the raw or averaged values with the highest score(name); return their name.
+
+    averages: name -> Average. Nothing is scored where none of them has values.
+    """
+    params = [param.detach() for param in params]
+    candidates = {"raw": params}
+    for name, average in averages.items():
+        if average.count:
+            candidates[name] = average.values
+    if len(candidates) == 1:
+        return "raw"
+    scores = {}
+    for name, values in candidates.items():
+        with swapped(params, values):
+            scores[name] = score(name)
+    chosen = max(scores, key=scores.get)
+    torch._foreach_copy_(params, candidates[chosen])
+    return chosen
+
+
+# === end: choice ===
+
+
 # === shared: teacher ===
 def load_teacher(settings, tokenizer, runtime):
     """Return the network that TEACHER names, its adapters merged, on the runtime's device, or None.
@@ -5973,25 +5998,6 @@ def record_answers(run, trainer, tokenizer, questions, title):
     run.log(f"sample: {title}, held out, {lines[0]}\nsample: {lines[1]}\nsample: {lines[2]}")
 
 
-def choose_weights(trainer, loss, log):
-    """Give the network the raw or averaged weights with the least loss(); return a name."""
-    params = [param.detach() for param in trainer.params]
-    candidates = {"raw": params}
-    for name, average in trainer.averages.items():
-        if average.count:
-            candidates[name] = average.values
-    if len(candidates) == 1:
-        return "raw"
-    losses = {}
-    for name, values in candidates.items():
-        with swapped(params, values):
-            losses[name] = loss()
-        log(f"weights: {name}, loss {losses[name]:.4f}")
-    chosen = min(losses, key=losses.get)
-    torch._foreach_copy_(params, candidates[chosen])
-    return chosen
-
-
 def finish(run, trainer, tokenizer, metrics, loss):
     """Choose, quantize and pack the weights; this is on the clock, too.
 
@@ -6004,7 +6010,13 @@ def finish(run, trainer, tokenizer, metrics, loss):
     run.clock.start()
     # Adapters are quantized as parts of the weights that they change.
     trainer.qat = not run.settings.lora_rank
-    chosen = choose_weights(trainer, loss, run.log)
+
+    def score(name):
+        value = loss()
+        run.log(f"weights: {name}, loss {value:.4f}")
+        return -value
+
+    chosen = choose_weights(trainer.params, trainer.averages, score)
     config = trainer.network.config
     state = trainer.parts["network"].state_dict()
     content = b""

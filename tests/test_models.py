@@ -384,7 +384,7 @@ def test_an_imported_start_has_its_rates_under_every_optimizer(imported):
     _, _, out = imported("llama")
     given = {"INIT_FROM": str(out), "OPTIMIZER": "lion", "SCALAR_LR": "0.5"}
     presets = {"OPTIMIZER": T.OPTIMIZER_PRESETS}
-    found = T.load_settings(T.Settings, given, (), presets, T.start_settings)
+    found = T.load_settings(T.Settings, given, (), presets, T.shape_settings)
     assert (found.optimizer, found.matrix_lr, found.tied_embed_lr) == ("lion", 1e-5, 1e-5)
     assert found.scalar_lr == 0.5 and found.matrix_bits == 8
 

@@ -470,7 +470,7 @@ def test_the_weights_that_score_best_are_chosen(best, seconds_left, chosen, monk
         clock.limit += 1.0  # the seconds that are left stay the same
         return T.Score(abs(weight.item() - best), 1, 1)
 
-    assert T.choose_weights(network, {}, averages, run, score) == chosen
+    assert T.choose_timed_weights(network, {}, averages, run, score) == chosen
     assert weight.item() == {"raw": 1.0, "ema": 2.0, "swa": 3.0}[chosen]
     late = seconds_left < 2
     assert events == ([("weights_left_out", "ema"), ("weights_left_out", "swa")] if late else [])
@@ -493,9 +493,9 @@ def test_weights_are_scored_as_the_artifact_would_give_them_back():
         seen.append(len(network.w_a.unique()))
         return T.Score(len(seen), 1, 1)
 
-    assert T.choose_weights(network, table, {"ema": average}, run, score) == "raw"
+    assert T.choose_timed_weights(network, table, {"ema": average}, run, score) == "raw"
     levels = [len(T.quantize(w, 3, 2.0)[0].unique()) for w in (before, *average.values)]
     assert seen == levels and max(levels) < 16 and torch.equal(network.w_a, before)
     average.count = 0
-    assert T.choose_weights(network, table, {"ema": average}, run, score) == "raw"
+    assert T.choose_timed_weights(network, table, {"ema": average}, run, score) == "raw"
     assert len(seen) == 2  # one candidate is not scored

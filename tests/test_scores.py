@@ -149,7 +149,7 @@ def test_whole_documents_have_the_stateful_score_of_training(place, tmp_path):
     assert scores["bpb_stateful"] == pytest.approx(expected.bpb, rel=0, abs=1e-9)
     assert abs(scores["bpb_stateful"] - scores["bpb"]) > 1e-5
     assert [len(row.answer) for row in S.document_rows([BOS, 7, BOS, BOS, 8, 9], BOS)] == [2, 1, 2]
-    assert S.document_rows([BOS, 7, BOS], BOS) == [S.Row([BOS], [7, BOS])]
+    assert S.document_rows([BOS, 7, BOS], BOS) == [S.Continuation([BOS], [7, BOS])]
     net.config.positions = "learned"
     refusal(S.UserError, "^STATEFUL=1: must be 0", S.score_text, models, path, asked)
 
@@ -203,7 +203,7 @@ def test_log_probabilities_do_not_depend_on_the_batch(place, monkeypatch, rows_o
     rows = []
     for i in range(23):
         context = [BOS, *rng.integers(4, 260, i % 7).tolist()]
-        rows.append(S.Row(context, rng.integers(4, 260, 1 + i % 11).tolist()))
+        rows.append(S.Continuation(context, rng.integers(4, 260, 1 + i % 11).tolist()))
     for row, logps in zip(rows, S.answer_logps(model_of(net), rows), strict=True):
         expected = plain_logps(net, row.context, row.answer)
         assert logps.dtype == torch.float64 and logps.tolist() == pytest.approx(expected, abs=1e-9)
@@ -218,7 +218,7 @@ def scripted(monkeypatch, *calls):
         answers = []
         for question, texts in zip(questions, next(calls), strict=True):
             assert len(texts) == count
-            answers += [S.Answer(question, text, [*text.encode()], True) for text in texts]
+            answers += [S.ScoredAnswer(question, text, [*text.encode()], True) for text in texts]
         return answers
 
     monkeypatch.setattr(S, "answer_questions", answer_questions)
@@ -299,7 +299,9 @@ def test_answers_are_those_of_generate_as_in_training(place, tmp_path):
     answers = S.answer_questions(model, questions, made, 2)
     for i, (answer, one) in enumerate(zip(answers, samples, strict=True)):
         text = S.completion(BYTES, prompts[i // 2], one.ids)
-        assert answer == S.Answer(questions[i // 2], text, one.ids, one.finished, temperature=1.0)
+        assert answer == S.ScoredAnswer(
+            questions[i // 2], text, one.ids, one.finished, temperature=1.0
+        )
     path = write(tmp_path, "train.jsonl", *train)
     message = f"HELD_OUT=1: no prompt of {path} is held out; must be 0"
     refusal(S.UserError, message, scored, place, "quality", path, held_out=True, max_new_tokens=9)

@@ -76,6 +76,7 @@ ORDER = (
     "rows",
     "responses",
     "start",
+    "choice",
     "teacher",
     "recorded",
     "sharding",
