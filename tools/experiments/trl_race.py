@@ -311,12 +311,16 @@ def train_trl(order: dict) -> None:
         {"prompt": [{"role": "user", "content": problem["prompt"]}], "answer": problem["answer"]}
         for problem in problems
     ]
+
+    def exact(completions, answer, **columns):
+        return script.exact_match([], completions, answer)
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(order["start"], trust_remote_code=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(order["start"])
     trainer = timed_trainer(order["seconds"])(
         model=model,
         args=trl_config(order, script),
-        reward_funcs=script.exact_match,
+        reward_funcs=exact,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
     )
