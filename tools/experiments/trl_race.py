@@ -132,9 +132,9 @@ def make_start(race: Race, seed: int) -> Path:
 
 
 def convert(race: Race, *words) -> None:
-    """Import or export a model, see quantize.py."""
+    """Import or export a model, see convert.py."""
     environ = race.environment(tokenizer_path="bytes")
-    run_measured(["quantize.py", *words], environ, race.out / "convert.txt")
+    run_measured(["convert.py", *words], environ, race.out / "convert.txt")
 
 
 def score(race: Race, model: Path) -> list[float]:
