@@ -3576,7 +3576,8 @@ def read_stored(name, path):
 def check_finite(tensors, source):
     """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
     for name, tensor in tensors.items():
-        low_and_high = torch.stack(tensor.aminmax())
+        # A float64 may be beyond float32's range, in which the network is.
+        low_and_high = torch.stack(tensor.aminmax()).float()
         require(
             low_and_high.isfinite().all(),
             f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "

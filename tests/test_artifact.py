@@ -238,6 +238,17 @@ def test_a_table_of_one_symbol_or_none_does_not_overflow():
         script.RansCoder(np.full(8, 1 << 16, np.uint32), np.ones((1, 256), np.uint16))
 
 
+def test_a_state_at_its_upper_limit_is_coded():
+    """From f << 18 on a state has no room for a symbol of frequency f: a word leaves it first."""
+    table = np.zeros((1, 256), np.uint16)
+    table[0, 3:5] = 1 << 13
+    states = np.array([1 << 13 << 18], np.uint32)
+    words = script.RansCoder(states, table).encode(np.array([3]))
+    assert len(words) == 1
+    decoded = script.RansCoder(states, table).decode(np.array([0]), words)
+    assert decoded.tolist() == [3] and states.tolist() == [1 << 31]
+
+
 # -------------------------------------------------------------------------------------------- files
 class Book:
     """An artifact read once more by the format's text alone: one symbol, one state and one search

@@ -17,11 +17,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train_gpt as T
+import train_grpo as G
 from conftest import CONSTANTS, ROOT, TICKS, TINY, Place, rank_environments, refusal, steps_kept
 
 GUIDE = ROOT / "docs" / "runs.md"
@@ -254,6 +256,37 @@ def test_the_log_has_the_first_five_steps_and_the_last(tmp_path):
     assert steps == [1, 2, 3, 4, 5, 9]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 9
     T.ERROR_LOGS.clear()
+
+
+def test_the_source_stands_in_the_log_once(tmp_path):
+    T.write_source(tmp_path / "log.txt")
+    once = (tmp_path / "log.txt").read_text(encoding="utf-8")
+    T.write_source(tmp_path / "log.txt")
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == once
+    assert once == Path(T.__file__).read_text(encoding="utf-8") + "\n" + "=" * 120 + "\n"
+
+
+def test_a_part_that_a_checkpoint_lacks_is_named(tmp_path):
+    torch.save({}, tmp_path / "training.pt")
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
+    parts = {"network": torch.nn.Linear(2, 2), "ema": torch.nn.Linear(2, 2)}
+    T.load_parts(parts, tmp_path, ["ema"], "cpu")
+    message = f"RESUME: {tmp_path} is no checkpoint of this run: 'ema'"
+    refusal(T.UserError, re.escape(message), T.load_parts, parts, tmp_path, [], "cpu")
+
+
+@pytest.mark.parametrize("nats, is_lost", [(0.04, False), (0.06, True), (math.nan, True)])
+def test_a_packing_that_lost_much_is_an_event(tmp_path, nats, is_lost):
+    events = []
+    lines = []
+    run = SimpleNamespace(
+        folder=tmp_path,
+        log=lambda text, stream=None: lines.append(text),
+        event=lambda name, **facts: events.append((name, facts["nats"])),
+    )
+    G.report_packing(run, nats)
+    assert len(lines) == 1 + is_lost
+    assert events == ([("packing_lost", nats)] if is_lost else [])
 
 
 def test_settings_of_older_runs_may_have_become_constants(tmp_path):

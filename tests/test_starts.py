@@ -134,6 +134,13 @@ def test_weights_that_are_not_finite(tmp_path, value):
     refusal(T.UserError, re.escape(message), T.read_network, stored)
 
 
+def test_a_weight_beyond_float32_is_infinite():
+    message = "has NaN or infinite weights in the tensor 'w'"
+    weight = torch.tensor([1.0, 1e300], dtype=torch.float64)
+    refusal(T.ArtifactError, message, T.check_finite, {"w": weight}, "X")
+    T.check_finite({"w": torch.tensor([1.0, 1e30], dtype=torch.float64)}, "X")
+
+
 # ------------------------------------------------------------------------------ a second training
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_data):
