@@ -521,7 +521,7 @@ def test_prompts_are_the_turns_before_the_last_answer():
     assert S.row_prompt({"instruction": "i", "output": "o"}, set()) == ("Alpaca", [(USER, "i")])
     assert S.row_prompt(PAIRS[1], set())[1] == TALK
     turns = [("<|system|>", "s", {"role": "tools"}), ("<|user|>", "q")]
-    assert S.Answer(S.Question(turns, None), "a", [1], True).row()["prompt"] == "s\nq"
+    assert S.ScoredAnswer(S.Question(turns, None), "a", [1], True).row()["prompt"] == "s\nq"
 
 
 def test_a_score_reads_kernels_and_generation_does_not():
