@@ -5344,12 +5344,12 @@ def sampling_state(samples):
 def texts_at_once(network, tokens):
     """Return how many texts of so many tokens are generated at a time.
 
-    Their keys and values take as much memory as the weights, which every step reads too, but 64 MiB
+    Their keys and values take as much memory as the weights, which every step reads too, but 256 MiB
     to 1 GiB; on CUDA an eighth of its memory. So do their logits in float32, but 1 GiB at most.
     """
     config = network.config
     weights = sum(param.nbytes for param in network.parameters())
-    memory = min(max(weights, 1 << 26), 1 << 30)
+    memory = min(max(weights, 1 << 28), 1 << 30)
     if network.embed.is_cuda:
         memory = torch.cuda.get_device_properties(network.embed.device).total_memory // 8
     width = config.num_kv_heads * config.attention_width
