@@ -501,7 +501,7 @@ def run_guide(guide, folder, least, **changes):
         path.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
         path.chmod(0o755)
     (folder / "data").mkdir(exist_ok=True)
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("data/*.py"), ROOT / "tools"]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("data/*.py"), ROOT / "docs", ROOT / "tools"]:
         (folder / path.relative_to(ROOT)).symlink_to(path)
     tiny = {name: value for name, value in POST.items() if name != "LEARNING_RATE"}
     # 8 steps: a tiny policy never sorts, and after 10 steps without any reward a run ends

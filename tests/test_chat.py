@@ -509,6 +509,7 @@ def test_a_table_is_read_without_nulls(tmp_path):
     path = str(tmp_path / "a.parquet")
     calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": [None, 2]}}]
     rows = [{"prompt": [{**said(None), "tool_calls": [call]}]} for call in calls]
+    rows[0]["day"] = None
     rows[1]["day"] = date(2026, 1, 2)
     pq.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
     prompts = [[{"role": "assistant", "tool_calls": [call]}] for call in calls]

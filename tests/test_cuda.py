@@ -132,14 +132,14 @@ def test_generation_and_padded_rows():
     script.torch.cuda = SimpleNamespace(CUDAGraph=lambda: graph, graph=lambda graph: recorded)
     prompts = [[1, 5, 9, 200], [1, 7]]
     decoder = script.Decoder(network, prompts)
-    graph.replay = lambda: setattr(decoder, "next_logits", decoder.step(decoder.ids))
+    graph.replay = lambda: setattr(decoder, "next_logits", decoder.read(decoder.ids))
     steps = [decoder.logits]
     tokens = torch.randint(2, 300, (2, 12))
     with torch.no_grad():
         for token in tokens.T:
             if decoder.graph is None:
                 # Recording reads the token once more; a graph would not run it.
-                logits = decoder.step(token[:, None])
+                logits = decoder.read(token[:, None])
                 decoder.logits = logits
             steps.append(decoder.logits)
     found = torch.stack(steps, 1).log_softmax(-1)

@@ -218,7 +218,7 @@ def test_answers_are_recorded_with_their_rewards(place, straight):
         expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         assert torch.allclose(found, expected, atol=1e-5)
     log = place.log(straight)
-    titles = re.findall(r"^sample: (.*), prompt '..'\n", log, re.M)
+    titles = re.findall(r"^sample: (.*), prompt '..', wanted '[xy]'\n", log, re.M)
     tenths = [f"step {step}, {step}0% of the run" for step in range(1, 10)]
     assert titles == ["start, held out", *tenths, "end, held out"]
     assert len(re.findall(r"^sample:   (?:best|worst) +[01] '", log, re.M)) == 22
@@ -509,13 +509,13 @@ FAULTS = {
     "long prompts": (
         LONG[-6:],
         {},
-        "0 problems to train .*left out a prompt of more than 2045 tokens, .* of 2048: 6 .*row 1\\)",
+        "left out a prompt of more than 2045 tokens, .* of 2048: 6 .*rows 1, 2, 3\\)",
     ),
     "no room": (None, {"MAX_NEW_TOKENS": 2048}, "MAX_NEW_TOKENS=2048: must be below the .*, 2048"),
     "no problems": (
         [],
         {},
-        r"TRAIN_FILES='\S+': 0 problems to train on, 0 held out; must be 1 and",
+        "0 rows, used none; left out none; must hold one usable row at least",
     ),
     "no start": (
         None,
