@@ -4870,7 +4870,7 @@ def main():
     log(plan.describe())
     choose_kernels(settings.kernels, network, runtime, log)
     log("warm-up: compiling and allocating, outside the clock")
-    if device.type == "cpu":
+    if device.type == "cpu" and not settings.config:
         log(
             "a step of the default settings takes minutes on a CPU; configs/cpu.env is made for CPUs"
         )
