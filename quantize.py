@@ -58,6 +58,7 @@ import re
 import shlex
 import shutil
 import struct
+import subprocess
 import sys
 import time
 import traceback
@@ -519,6 +520,48 @@ def write_stream(stream, text):
 
 
 # === end: streams ===
+
+
+# === shared: device ===
+def hidden_gpus():
+    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
+
+
+def choose_device(choice, local_rank=0):
+    """Return the device of a process, with PyTorch set up for it. Raises UserError.
+
+    choice: of the setting DEVICE. local_rank: number of the process on its machine.
+    """
+    use_cuda = choice != "cpu" and torch.cuda.is_available()
+    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    device = torch.device("cpu")
+    if use_cuda:
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(
+                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
+                "--nproc_per_node), or unset"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
+        # gradients are NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
+        # mode over when the first parallel operation starts them, so it must come before that.
+        torch.set_flush_denormal(True)
+    return device
+
+
+# === end: device ===
 
 
 # === shared: errors ===
@@ -2681,16 +2724,6 @@ BATCH_WINDOWS = 4
 MICRO_BATCH_TOKENS = 4096  # of which so many are in memory at a time, or one window
 
 
-def pick_device(choice):
-    """Return the device of the setting DEVICE. Raises UserError if PyTorch does not see it."""
-    # GDN's decays reach denormal numbers, on which a CPU is 10 times slower.
-    torch.set_flush_denormal(True)
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise UserError("DEVICE='cuda': PyTorch sees no GPU of this machine; must be cpu")
-    use_cuda = choice != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if use_cuda else "cpu")
-
-
 def read_text(model, settings):
     """Return the TokenStreams of training and validation for a model, and the bytes of the second.
 
@@ -2791,7 +2824,7 @@ def improve_codes(coded, source, settings):
     Tables that are only looked up keep the nearest codes.
     """
     train, *_ = read_text(source, settings)
-    device = pick_device(settings.device)
+    device = choose_device(settings.device)
     network = rebuild(source).to(device)
     network.dtype = torch.float32  # so that F.linear meets the weights themselves
     inputs = InputSums(network)
@@ -2822,7 +2855,7 @@ def distill(base, tuned, settings):
     are not nearer in the end, there are no scales.
     """
     train, *_ = read_text(tuned, settings)
-    device = pick_device(settings.device)
+    device = choose_device(settings.device)
     seq_len = tuned.shape["train_seq_len"]
     teacher = rebuild(tuned).requires_grad_(False).to(device)
     group = settings.delta_group
@@ -3110,7 +3143,7 @@ def show_sizes(path, base):
 def show_scores(models, settings):
     """Print bits per byte of validation of base, tuned, and base + delta."""
     _, val, val_bytes = read_text(models[1], settings)
-    device = pick_device(settings.device)
+    device = choose_device(settings.device)
     scores = []
     for model in models:
         network = rebuild(model).to(device)

@@ -604,6 +604,48 @@ def write_stream(stream, text):
 # === end: streams ===
 
 
+# === shared: device ===
+def hidden_gpus():
+    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
+
+
+def choose_device(choice, local_rank=0):
+    """Return the device of a process, with PyTorch set up for it. Raises UserError.
+
+    choice: of the setting DEVICE. local_rank: number of the process on its machine.
+    """
+    use_cuda = choice != "cpu" and torch.cuda.is_available()
+    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    device = torch.device("cpu")
+    if use_cuda:
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(
+                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
+                "--nproc_per_node), or unset"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
+        # gradients are NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
+        # mode over when the first parallel operation starts them, so it must come before that.
+        torch.set_flush_denormal(True)
+    return device
+
+
+# === end: device ===
+
+
 # === shared: runtime ===
 # The variables by which torchrun tells a process who it is.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -639,13 +681,6 @@ class Runtime:
         if self.distributed:
             dist.barrier()
             dist.destroy_process_group()
-
-
-def hidden_gpus():
-    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
 
 
 def join_group(device):
@@ -684,29 +719,7 @@ def start_runtime(choice):
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if not local_rank.isdecimal():
         raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
-    use_cuda = choice != "cpu" and torch.cuda.is_available()
-    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    device = torch.device("cpu")
-    if use_cuda:
-        gpus = torch.cuda.device_count()
-        if int(local_rank) >= gpus:
-            raise UserError(
-                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
-                "--nproc_per_node), or unset"
-            )
-        device = torch.device("cuda", int(local_rank))
-        torch.cuda.set_device(device)
-        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
-        # gradients are NaN (pytorch issue 196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    else:
-        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
-        # mode over when the first parallel operation starts them, so it must come before that.
-        torch.set_flush_denormal(True)
+    device = choose_device(choice, int(local_rank))
     if join_group(device):
         return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
     return Runtime(0, 1, device, False)

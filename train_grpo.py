@@ -634,6 +634,48 @@ def write_stream(stream, text):
 # === end: streams ===
 
 
+# === shared: device ===
+def hidden_gpus():
+    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
+
+
+def choose_device(choice, local_rank=0):
+    """Return the device of a process, with PyTorch set up for it. Raises UserError.
+
+    choice: of the setting DEVICE. local_rank: number of the process on its machine.
+    """
+    use_cuda = choice != "cpu" and torch.cuda.is_available()
+    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    device = torch.device("cpu")
+    if use_cuda:
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(
+                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
+                "--nproc_per_node), or unset"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
+        # gradients are NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
+        # mode over when the first parallel operation starts them, so it must come before that.
+        torch.set_flush_denormal(True)
+    return device
+
+
+# === end: device ===
+
+
 # === shared: runtime ===
 # The variables by which torchrun tells a process who it is.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -669,13 +711,6 @@ class Runtime:
         if self.distributed:
             dist.barrier()
             dist.destroy_process_group()
-
-
-def hidden_gpus():
-    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
 
 
 def join_group(device):
@@ -714,29 +749,7 @@ def start_runtime(choice):
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if not local_rank.isdecimal():
         raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
-    use_cuda = choice != "cpu" and torch.cuda.is_available()
-    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    device = torch.device("cpu")
-    if use_cuda:
-        gpus = torch.cuda.device_count()
-        if int(local_rank) >= gpus:
-            raise UserError(
-                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
-                "--nproc_per_node), or unset"
-            )
-        device = torch.device("cuda", int(local_rank))
-        torch.cuda.set_device(device)
-        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
-        # gradients are NaN (pytorch issue 196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    else:
-        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
-        # mode over when the first parallel operation starts them, so it must come before that.
-        torch.set_flush_denormal(True)
+    device = choose_device(choice, int(local_rank))
     if join_group(device):
         return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
     return Runtime(0, 1, device, False)
@@ -2056,6 +2069,11 @@ def answer_of(row, name, notes):
         turns = field_turns(row, "<|assistant|>", notes, name)
         return turns[0][1] if len(turns) == 1 else value
     return value
+
+
+def needs_answer(rewards):
+    """Return whether one of the functions FUNCTION,FUNCTION is `exact`, which compares with answers."""
+    return "exact" in [part.strip()[:5] for part in rewards.split(",")]
 
 
 def is_answered(problem):
@@ -5822,13 +5840,13 @@ def read_problems(name, text, reward, check, log):
     rows of the file have one. check: gets a problem and a set of notes, see parse_rows; raises
     RowError for a prompt that cannot be used.
     """
-    needs_answer = "exact" in [part.strip()[:5] for part in reward.split(",")]
+    wants_answers = needs_answer(reward)
     problems = {}
 
     def parse(row, notes):
         problem = problem_of(row, notes)
         check(problem, notes)
-        if needs_answer:
+        if wants_answers:
             require_answer(problem)
         return "problems", problem
 
@@ -7055,14 +7073,15 @@ def find_problems(settings, check=unchecked, log=print):
 
     They are those of split_problems or, of an environment, seeds. Raises UserError.
     """
+    where = "with ENVIRONMENT"
     unread = ("train_files", "val_files", "reward", "mark", "reward_seconds")
     if not settings.environment:
+        where = "without ENVIRONMENT"
         unread = ("max_turns", "discount", "credit")
     for name in unread:
         value = getattr(settings, name)
         if value != getattr(Settings, name):
-            which = "with" if settings.environment else "without"
-            raise UserError(f"{name.upper()}={value!r}: not read {which} ENVIRONMENT")
+            raise UserError(f"{name.upper()}={value!r}: not read {where}")
     if not settings.environment:
         return split_problems(settings, check, log)
     held_out = range(HELD_OUT_SEED, HELD_OUT_SEED + settings.eval_prompts)

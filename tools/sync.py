@@ -22,6 +22,7 @@ ORDER = (
     "bounds",
     "settings",
     "streams",
+    "device",
     "runtime",
     "errors",
     "folders",
