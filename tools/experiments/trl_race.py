@@ -388,7 +388,8 @@ def run_seed(race: Race, seed: int) -> dict:
     if path.exists():
         figures = json.loads(path.read_bytes())
     start = make_start(race, seed)
-    figures.setdefault("before", score(race, race.out / f"start_{seed}" / "final"))
+    if "before" not in figures:
+        figures["before"] = score(race, race.out / f"start_{seed}" / "final")
     order = [*RUNNERS] if seed % 2 else [*reversed(RUNNERS)]
     for name in order:
         if name not in figures:
