@@ -84,52 +84,47 @@ def read_results(folder, task):
     return figures, sorted(rows, key=lambda row: row["doc_id"])
 
 
-def ids_of(tokenizer, context, answer):
-    """Return the ids of a context, BOS first, and of what follows it, which is encoded with it."""
-    before = tokenizer.encode(context)
-    return [tokenizer.bos_id, *before], tokenizer.encode(context + answer)[len(before) :]
-
-
 @torch.no_grad()
-def our_score(network, tokenizer, context, answer):
-    """Return the log-probability of an answer, and whether greedy decoding gives it."""
-    prompt, target = ids_of(tokenizer, context, answer)
-    ids = [*prompt, *target][-CONTEXT - 1 :]
-    logps = network(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)[-len(target) :]
-    total = math.fsum(logps[place, token].item() for place, token in enumerate(target))
-    return total, logps.argmax(-1).tolist() == target
+def our_scores(harness, context, answers):
+    """Return the log-probabilities of answers, and whether greedy decoding gives each.
+
+    An answer is encoded with its context, which begins with BOS and may lose its beginning.
+    """
+    _, network, tokenizer = harness
+    before = tokenizer.encode(context)
+    scores = []
+    for answer in answers:
+        target = tokenizer.encode(context + answer)[len(before) :]
+        ids = [tokenizer.bos_id, *before, *target][-CONTEXT - 1 :]
+        logps = network(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)[-len(target) :]
+        total = math.fsum(logps[place, token].item() for place, token in enumerate(target))
+        scores.append((total, logps.argmax(-1).tolist() == target))
+    return scores
 
 
 def check_scores(row, scores):
     """Check the harness's log-probabilities of a row, and greedy answers."""
-    logps, hits = zip(*scores, strict=True)
-    their_logps, their_hits = zip(*(answer for [answer] in row["resps"]), strict=True)
-    assert [*map(float, their_logps)] == pytest.approx([*logps], abs=2e-4)
-    assert [*their_hits] == [*map(str, hits)]
+    for [(logp, hit)], (our_logp, our_hit) in zip(row["resps"], scores, strict=True):
+        assert float(logp) == pytest.approx(our_logp, abs=2e-4) and hit == str(our_hit)
 
 
 def check_choices(harness, task, questions):
     """Check a task's log-probabilities and accuracies; questions: (context, choices, number of the right one)."""
-    folder, network, tokenizer = harness
-    figures, rows = read_results(folder, task)
+    figures, rows = read_results(harness[0], task)
     right = {"acc": [], "acc_norm": [], "acc_bytes": []}
     for row, (context, choices, gold) in zip(rows, questions, strict=True):
-        scores = [our_score(network, tokenizer, context, " " + choice) for choice in choices]
+        scores = our_scores(harness, context, [" " + choice for choice in choices])
         check_scores(row, scores)
-        sums = np.array([logp for logp, _ in scores])
-        lengths = {
-            "acc": [1] * len(choices),
-            "acc_norm": [len(choice) for choice in choices],
-            "acc_bytes": [len(choice.encode()) for choice in choices],
-        }
-        for name, length in lengths.items():
-            right[name].append(int((sums / length).argmax() == gold))
-    names = [name for name in right if f"{name},none" in figures]
-    for name in names:
-        assert figures[f"{name},none"] == pytest.approx(statistics.fmean(right[name]))
-        assert 0 < sum(right[name]) < len(rows)
-    assert len({tuple(right[name]) for name in names}) == len(names)  # each is a figure of its own
-    return names
+        logps = np.array([logp for logp, _ in scores])
+        letters = [len(choice) for choice in choices]
+        sizes = [len(choice.encode()) for choice in choices]
+        for name, lengths in (("acc", 1), ("acc_norm", letters), ("acc_bytes", sizes)):
+            right[name].append(int(np.argmax(logps / lengths) == gold))
+    for name, marks in right.items():
+        if f"{name},none" in figures:
+            assert figures[f"{name},none"] == pytest.approx(statistics.fmean(marks))
+            assert 0 < sum(marks) < len(rows)
+    assert len({tuple(marks) for marks in right.values()}) == 3  # each is a figure of its own
 
 
 def test_own_questions_by_a_task_file(harness):
@@ -148,48 +143,38 @@ def test_own_questions_by_a_task_file(harness):
     [task] = blocks("scoring.md", "yaml")
     (folder / "tasks/capitals.yaml").write_text(task)
     run(guide_commands()[-1], folder)
-    assert check_choices(harness, "capitals", questions) == ["acc", "acc_norm", "acc_bytes"]
+    check_choices(harness, "capitals", questions)
 
 
 def test_published_tasks(harness):
     """HellaSwag, PIQA and LAMBADA as the harness describes them, with local rows in place of downloads."""
-    folder, network, tokenizer = harness
+    folder, *_ = harness
     rng = np.random.default_rng(1)
-    hellaswag = []
-    piqa = []
+    files = {"Rowan/hellaswag": [], "baber/piqa": [], "EleutherAI/lambada_openai": []}
+    hellaswag, piqa, lambada = files.values()
+    questions = {"hellaswag": [], "piqa": []}
     for number in range(50):
-        endings = [phrase(rng, 2, 8) for _ in range(4)]
-        row = dict(activity_label="Cooking", ctx_a=phrase(rng, 3, 9), ctx_b="she", endings=endings)
+        first, *endings = (phrase(rng, 2, 8) for _ in range(5))
+        row = dict(activity_label="Cooking", ctx_a=first, ctx_b="she", endings=endings)
         hellaswag.append(row | {"label": str(number % 4)})
-        row = dict(goal=phrase(rng, 2, 8), sol1=phrase(rng, 1, 6), sol2=phrase(rng, 1, 6))
-        piqa.append(row | {"label": number % 2})
-    texts = [phrase(rng, 3, 9) for _ in range(20)]
-    lambada = [{"text": text} for text in texts]
-    for name, rows in (
-        ("Rowan/hellaswag/train", hellaswag[:1]),
-        ("Rowan/hellaswag/validation", hellaswag),
-        ("baber/piqa/train", piqa[:1]),
-        ("baber/piqa/validation", piqa),
-        ("EleutherAI/lambada_openai/test", lambada),
-    ):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_lines(folder / f"{name}.jsonl", rows)
+        questions["hellaswag"].append((f"Cooking: {first} She", endings, number % 4))
+        piqa.append(dict(goal=first, sol1=endings[0], sol2=endings[1], label=number % 2))
+        query = f"Question: {first}\nAnswer:"
+        questions["piqa"].append((query, endings[:2], number % 2))
+        lambada.append({"text": f"{first} {rng.choice(WORDS)}"})
+    for name, rows in files.items():
+        (folder / name).mkdir(parents=True)
+        for split in ("train", "validation", "test"):
+            write_lines(folder / name / f"{split}.jsonl", rows)
     run(guide_commands()[-2], folder)
-    questions = []
-    for row in hellaswag:
-        questions.append((f"Cooking: {row['ctx_a']} She", row["endings"], int(row["label"])))
-    assert check_choices(harness, "hellaswag", questions) == ["acc", "acc_norm"]
-    questions = []
-    for row in piqa:
-        query = f"Question: {row['goal']}\nAnswer:"
-        questions.append((query, [row["sol1"], row["sol2"]], row["label"]))
-    assert check_choices(harness, "piqa", questions) == ["acc", "acc_norm"]
+    for task, asked in questions.items():
+        check_choices(harness, task, asked)
     figures, rows = read_results(folder, "lambada_openai")
     scores = []
-    for row, text in zip(rows, texts, strict=True):
-        context, space, word = text.rpartition(" ")
-        scores.append(our_score(network, tokenizer, context, space + word))
+    for row, line in zip(rows, lambada, strict=True):
+        context, space, word = line["text"].rpartition(" ")
+        scores += our_scores(harness, context, [space + word])
         check_scores(row, scores[-1:])
-    assert figures["acc,none"] == pytest.approx(statistics.fmean(hit for _, hit in scores))
-    nats = -statistics.fmean(logp for logp, _ in scores)
-    assert figures["perplexity,none"] == pytest.approx(math.exp(nats), rel=1e-3)
+    logps, hits = np.transpose(scores)
+    assert figures["acc,none"] == pytest.approx(hits.mean())
+    assert figures["perplexity,none"] == pytest.approx(math.exp(-logps.mean()), rel=1e-3)

@@ -2,13 +2,11 @@
 and memory.
 """
 
-import datetime
 import json
 import resource
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -39,77 +37,60 @@ def text_of(source, ask=True, turns=TALK):
     return S.chat_text(SimpleNamespace(facts=facts), turns, ask)
 
 
-@pytest.mark.parametrize("name", AS_TRANSFORMERS)
-def test_texts_are_those_of_transformers(name):
+def test_texts_are_those_of_transformers():
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     messages = [{"role": role.strip("<|>"), "content": text} for role, text in TALK]
-    (expected,), _ = utils.render_jinja_template(
-        [messages],
-        chat_template=AS_TRANSFORMERS[name],
-        add_generation_prompt=True,
-        bos_token="<s>",
-    )
-    assert text_of(AS_TRANSFORMERS[name]) == expected
-    if name == "date":
-        assert expected == f"{datetime.date.today()}Be é."
+    for name, source in AS_TRANSFORMERS.items():
+        given = dict(chat_template=source, add_generation_prompt=True, bos_token="<s>")
+        (expected,), _ = utils.render_jinja_template([messages], **given)
+        assert text_of(source) == expected, name
 
 
 FAULTS = {
     "{{ raise_exception('no\nsystem') }}": "no",
-    "{% if %}": "Expected an expression, got 'end of statement block'",
-    "{% unknown %}": "Encountered unknown tag 'unknown'.",
+    "{% if %}": "Expected an expression",
     "{{ none.x.y }}": "'None' has no attribute 'x'",
-    "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
-    "{{ 'a' + 1 }}": "TypeError: can only concatenate str",
-    "{{ messages[0].content | nothing }}": "No filter named 'nothing'.",
-    "{% include 'x' %}": "TypeError: no loader for this environment specified",
-    "{{ ''.__class__.__mro__ }}": "access to attribute '__class__' of 'str' object is unsafe.",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: maximum recursion depth exceeded",
-    "{{ 'x' * 10 ** 10 }}": "MemoryError: ",
-    "{{ 'x' | center(10 ** 10) }}": "MemoryError: ",
-    "{{ range(10 ** 9) | list }}": "OverflowError: Range too big.",
-    "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}": "writes more than 16 million letters",
-    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}": "MemoryError: ",
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{{ ''.__class__.__mro__ }}": "__class__.*unsafe",
     "{{ messages.append(1) }}": "is not safely callable|unsafe",
-    " {{ '' }}\n": "writes nothing for this conversation",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{" * 9 + "(" * 9999: "RecursionError|Expected|unexpected|ended",
+    "{{ 'x' | center(10 ** 10) }}": "MemoryError",
+    "{{ range(10 ** 9) | list }}": "OverflowError",
+    "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}": "more than 16 million letters",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}": "MemoryError",
+    " {{ '' }}\n": "writes nothing",
 }
 
 
-@pytest.mark.parametrize("source", FAULTS)
-def test_what_goes_wrong_in_a_template_is_one_line(source):
-    line = refusal(S.UserError, "^chat template: ", text_of, source)
-    assert S.re.search(FAULTS[source], line), line
-    assert text_of("{{ messages[1].content }}") == "Hi <b>"
+def test_what_goes_wrong_in_a_template_is_one_line():
+    for source, fault in FAULTS.items():
+        refusal(S.UserError, f"^chat template: .*({fault})", text_of, source)
+        assert text_of("{{ messages[1].content }}") == "Hi <b>"
 
 
 @pytest.mark.full
-def test_a_template_that_never_ends_is_ended(monkeypatch):
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+        "{{ (10 ** (10 ** 9)) % 7 }}",
+    ],
+)
+def test_a_template_that_never_ends_is_ended(endless, monkeypatch):
     """Also in a thread, and in one operation of C. The next template has a new process; the fourth time none."""
     monkeypatch.setattr(S.template_process(), "endings", 0)
-    endless = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
     lines = []
-    began = time.perf_counter()
 
     def work():
-        lines.append(refusal(S.UserError, "", text_of, endless))
+        lines.append(refusal(S.UserError, "3 seconds|MemoryError", text_of, endless))
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join()
-    assert lines == ["chat template: took more than 3 seconds"]
-    assert time.perf_counter() - began < 60
-    assert text_of("{{ messages[1].content }}") == "Hi <b>"
+    thread.join(60)
+    assert len(lines) == 1 and text_of("{{ messages[1].content }}") == "Hi <b>"
     monkeypatch.setattr(S.template_process(), "endings", 3)
-    refusal(S.UserError, "took too much time or memory too often", text_of, "{{ 1 }}")
-
-
-@pytest.mark.full
-def test_one_endless_operation_is_ended(monkeypatch):
-    monkeypatch.setattr(S.template_process(), "endings", 0)
-    refusal(
-        S.UserError, "took more than 3 seconds|MemoryError", text_of, "{{ (10 ** (10 ** 9)) % 7 }}"
-    )
+    refusal(S.UserError, "too much time or memory too often", text_of, "{{ 1 }}")
 
 
 def test_limits_of_the_system_may_be_there():
