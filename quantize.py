@@ -2443,7 +2443,7 @@ class Weights:
     shape: dict  # the settings that rebuild the network
     header: dict = field(default_factory=dict)  # of an artifact or a delta: tokenizer_sha256, meta
     coded: dict[str, Coded] = field(default_factory=dict)  # of an artifact
-    run: dict = field(default_factory=dict)  # of a checkpoint: settings and steps
+    run: dict = field(default_factory=dict)  # of a checkpoint: settings, steps, tokenizer_sha256
     exporter: dict = field(default_factory=dict)  # of a checkpoint: about its quantizers
     average: str = ""  # of a checkpoint: raw, ema or swa
     unmerged: dict = field(default_factory=dict)  # of a checkpoint: tensors, adapters by themselves
@@ -2529,11 +2529,12 @@ def read_checkpoint(folder, average):
         else:  # the folder `final` of a run
             packed = chosen_weights(folder)
             require(average == packed, f"it has the {packed} weights, which were packed, alone")
+        sha256 = meta.get("identity", {}).get("tokenizer_sha256")  # older checkpoints have none
         return Weights(
             folder,
             merge_adapters(tensors),
             shape,
-            run={**meta["settings"], "steps": meta["step"]},
+            run={**meta["settings"], "steps": meta["step"], "tokenizer_sha256": sha256},
             exporter=dict(training.get("exporter", {})),
             average=average,
             unmerged=tensors,
@@ -2564,10 +2565,12 @@ def read_weights(path, average=""):
 
 
 def check_network(weights):
-    """Raise UserError if this script does not know the network: another script has made it."""
+    """Raise UserError if this script does not know the network, or if a weight is not finite."""
     network = empty_network(checked_config(weights.shape, weights.path), weights.path)
     tensors = {name: w for name, w in weights.tensors.items() if name != "w_value"}
     check_tensors(network, tensors, weights.path)
+    for name, w in tensors.items():
+        require(w.isfinite().all(), f"{weights.path}: tensor {name!r}: its weights are not finite")
 
 
 def rebuild(source):
@@ -2588,7 +2591,9 @@ def find_tokenizer(source, tokenizer_path, read):
     tokenizer = read(tokenizer_path or beside[0])
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
-    if not is_right or tokenizer.bos_id != source.shape["bos_id"]:
+    is_right = is_right and tokenizer.bos_id == source.shape["bos_id"]
+    sha256 = (source.header or source.run).get("tokenizer_sha256")
+    if not is_right or sha256 not in (None, tokenizer.sha256):
         prefix = f"TOKENIZER_PATH={tokenizer_path!r}: " * bool(tokenizer_path)
         raise UserError(
             f"{prefix}{tokenizer.file} has {tokenizer.vocab_size} tokens; "

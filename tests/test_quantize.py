@@ -540,7 +540,7 @@ MISTAKES = [
     ("pack {run} {new}", {"TOKENIZER_PATH": "nowhere.model"}, "tokenizer nowhere.model: [Errno 2]"),
     ("pack {foreign} {new}", {}, f"error: {OTHER}"),
     ("pack {foreign} {new}", {"TOKENIZER_PATH": "bytes"}, f"TOKENIZER_PATH='bytes': {OTHER}"),
-    ("pack {broken} {new}", {}, "tensor embed: must be finite as it is stored"),
+    ("pack {broken} {new}", {}, "tensor 'embed': its weights are not finite"),
 ]
 
 
