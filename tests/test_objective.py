@@ -66,13 +66,16 @@ def advantages_of(rewards, scale):
     return found
 
 
-def case():
-    """Return log-probabilities (8, 6) of two groups of samples: now, old, the reference's, the sampler's."""
+def case(slope):
+    """Return log-probabilities (8, 6) of two groups of samples: old, now, the reference's, the sampler's;
+    and advantages (8, 6), which grow along a sample by this slope.
+    """
     generator = torch.Generator().manual_seed(0)
     old, *noise = torch.randn(4, 8, 6, generator=generator)
     sizes = {"logps": 0.15, "reference": 0.5, "sampled": 0.01}
     near = {name: old + sizes[name] * own for name, own in zip(sizes, noise, strict=True)}
-    return {"old": old, **near}
+    advantages = torch.tensor(advantages_of(REWARDS, "group"))[:, None]
+    return {"old": old, **near, "advantages": advantages * (1 + slope * torch.arange(6))}
 
 
 def written_out(rows, s, token_ratio):
@@ -80,21 +83,20 @@ def written_out(rows, s, token_ratio):
     low = 1 - s.left_clip_range
     high = 1 + s.right_clip_range
     limit = getattr(s, "ratio_limit", 0) or math.inf
-    advantages = advantages_of(REWARDS, "group")
     loss = 0.0
     sums = [0.0] * 5
     slopes = torch.zeros(8, 6)
     for row, length in enumerate(LENGTHS):
-        old, now, reference, drawn = (part[row, :length].tolist() for part in rows.values())
+        parts = (part[row, :length].tolist() for part in rows.values())
+        old, now, reference, drawn, advantages = parts
         delta = [p - q for p, q in zip(now, old, strict=True)]
-        A = advantages[row]
         weight = {
             "sequence": 1 / 8 / length,
             "dapo": 1 / sum(LENGTHS),
             "bnpo": 1 / sum(LENGTHS),
             "dr_grpo": 1 / 8 / s.max_new_tokens,
         }[getattr(s, "reduction", "sequence")]
-        for t, p in enumerate(now):
+        for t, (p, A) in enumerate(zip(now, advantages, strict=True)):
             r = math.exp(delta[t] if token_ratio else sum(delta) / length)
             bounded = max(low, min(high, r))
             is_stopped = r > high if A > 0 else r < low or r > limit
@@ -117,7 +119,6 @@ def measured(M, rows, settings, width=6, pad=0.0):
     """Return the script's loss, its gradient, and the five sums, of rows at a width."""
     batch = SimpleNamespace(**{name: padded(part, width, pad) for name, part in rows.items()})
     batch.mask = padded(MASK, width, False)
-    batch.advantages = torch.tensor(advantages_of(REWARDS, "group"))[:, None]
     logps = batch.logps.requires_grad_()
     losses, parts = M.policy_loss(logps, batch, settings)
     total = torch.tensor([8, sum(LENGTHS), sum(LENGTHS)])
@@ -144,14 +145,15 @@ OBJECTIVES = [
 @pytest.mark.parametrize(("M", "changes"), OBJECTIVES)
 def test_objectives_are_their_closed_forms(M, changes, width, pad):
     settings = M.Settings(max_new_tokens=6, **BAND, **changes)
-    rows = case()
+    has_token_ratio = M is G or "importance" in changes
+    rows = case(0.1 * has_token_ratio)
     loss, slopes, sums = measured(M, rows, settings, width, pad)
     expected, by_hand, own_sums = written_out(rows, settings, token_ratio=M is G)
     assert abs(loss - expected) < 1e-10
     assert (slopes - padded(by_hand, width, 0.0)).abs().max() < 1e-10
     assert (sums - own_sums).abs().max() < 1e-10
     assert 0 < own_sums[0] <= own_sums[1] < sum(LENGTHS)
-    if changes.get("loss") == "cispo":  # its gradient is not that of its value
+    if {"loss", "importance"} & set(changes):  # the gradient is not that of the value
         return
     direction = torch.randn(8, 6)
     ends = []

@@ -118,6 +118,12 @@ def test_the_series_of_real_runs(runs):
     assert [point.step for point in points] == [0, 4, 8]
     before = [points[0].value, points[0].low, points[0].high]
     assert before == pytest.approx(run.result["before"]["pass1"], abs=5e-4)
+    # Answers to one held-out prompt stand together; equal answers of a group stand once.
+    names, *rows = report.sample_rows([run], "held_out")
+    assert names[:4] == ["prompt", "wanted", "step", "completion"]
+    assert {row[2] for row in rows} == {0, 4, 8}
+    prompts = [row[0] for row in rows]
+    assert prompts == sorted(prompts) and len(set(prompts)) == 2
 
 
 def test_metrics_have_every_step_and_old_runs_have_a_log_alone(by_hand):
@@ -169,23 +175,18 @@ def test_bytes_and_errors_are_those_of_the_artifact(runs, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- page
-def page_of(monkeypatch, out, *runs):
-    """The page of these runs, made by the command line. It asks for no other file."""
-    assert call_main(monkeypatch, *runs, "--out", out) == ""
-    page = out.read_text(encoding="utf-8")
-    assert not re.search(r'\b(src|srcset|href|action|poster)="(?!#|data:)', page)
-    assert not re.search(r"@import|url\((?!#)|<script|\bon\w+=|>[^<]*\b(nan|None)\b", page)
-    ids = re.findall(r'\bid="([^"]*)"', page)
-    assert len(set(ids)) == len(ids)
-    return page
-
-
 def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
     name = "a<b>&\"c'$x$"
     copy = shutil.copytree(runs["gpt"], tmp_path / name)
     result = json.loads((copy / "result.json").read_text())
     (copy / "result.json").write_text(json.dumps({**result, "manifest_sha256": "0" * 64}))
-    page = page_of(monkeypatch, tmp_path / "p.html", copy, runs["grpo"], runs["gpt"])
+    out = tmp_path / "p.html"
+    assert call_main(monkeypatch, copy, runs["grpo"], runs["gpt"], "--out", out) == ""
+    page = out.read_text(encoding="utf-8")  # it asks for no other file
+    assert not re.search(r'\b(src|srcset|href|action|poster)="(?!#|data:)', page)
+    assert not re.search(r"@import|url\((?!#)|<script|\bon\w+=|>[^<]*\b(nan|None)\b", page)
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(set(ids)) == len(ids)
     assert "plots of 3 runs\n" in capsys.readouterr().out
     # Three axes for each of training loss, validation loss, bits per byte; two for reward and pass1;
     # two held-out scores, twelve numbers of the step lines; schedules, times; bytes, errors.
@@ -216,17 +217,6 @@ def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ samples
-def test_the_page_has_answers_from_the_first_to_the_last_step(runs):
-    """Answers to one held-out prompt stand together; equal answers of a group stand once."""
-    run = read_run(runs["grpo"])
-    names, *rows = report.sample_rows([run], "held_out")
-    assert names[:4] == ["prompt", "wanted", "step", "completion"] and "by function" not in names
-    assert {row[2] for row in rows} == {0, 4, 8}
-    prompts = [row[0] for row in rows]
-    assert prompts == sorted(prompts) and len(set(prompts)) == 2
-    assert {row[2] for row in report.sample_rows([run], "train")[1:]} == {1, 3, 6}
-
-
 def test_two_runs_side_by_side_and_answers_without_rewards(tmp_path):
     for name, texts in (("a", ("x", "y", "y")), ("b", ("z",))):
         (tmp_path / name).mkdir()

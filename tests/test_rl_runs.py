@@ -374,9 +374,7 @@ def test_what_a_reward_raises_has_its_traceback(place):
     assert re.search(r"rewards\.py\", line \d+, in \S+\n", shown) and "train_ppo.py" not in shown
     assert re.match(r"error: reward raises raised KeyError: .*rewards\.py, line \d+\)$", line), line
     log = place.log("raises")
-    assert shown in log
-    assert "reward: 0 x nothing + 0 x exact + 1 x raises; right: nothing is 1 or more" in log
-    assert re.search(r"^ +greedy +0\.0000 \[", log, re.M)
+    assert shown in log and re.search(r"^ +greedy +0\.0000 \[", log, re.M)
     for row in place.rows("raises", "samples"):
         assert ("nothing" in row["rewards"]) is (row["phase"] == "held_out")
 
@@ -477,13 +475,10 @@ def test_the_guides_programs_in_a_fresh_interpreter(grpo, tmp_path):
 
 def test_the_guides_reward_function(tmp_path):
     """Its values, by hand."""
-    (text,) = [
-        text for text in blocks(GUIDE, "python") if "def score" in text and "import" not in text
-    ]
+    [text] = [text for text in blocks(GUIDE, "python") if text.startswith("def score")]
     (tmp_path / "mine.py").write_text(text)
-    texts = ["123", "124", "12", "xyz"]
-    (reward,) = G.load_rewards(f"{tmp_path / 'mine.py'}:score")
-    found = reward.function(prompts=["312"] * 4, completions=texts, answer=["123"] * 4)
+    [reward] = G.load_rewards(f"{tmp_path / 'mine.py'}:score")
+    found = reward.function(["312"] * 4, ["123", "124", "12", "xyz"], ["123"] * 4)
     assert found == pytest.approx([1.0, 0.1 * 2 / 3, 0.1 * 2 / 3, 0.0])
 
 
