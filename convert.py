@@ -295,7 +295,7 @@ def read_tokenizer(path, facts):
         content = path.read_bytes()
         if path.suffix == ".tiktoken":
             return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer(content)
+        return sentencepiece_tokenizer("tokenizer.model", content, content)
     except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
             f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
@@ -306,11 +306,15 @@ def read_tokenizer(path, facts):
 def rank_tokenizer(file, content, facts):
     """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
 
-    The file of an imported model is JSON: such lines as `ranks`, and facts.
+    The file of an imported model is JSON: such lines as `ranks`, or a SentencePiece model as
+    `sentencepiece`, and facts.
     """
     ranks = content
     if content.startswith(b"{"):
         facts = json.loads(content)
+        if "sentencepiece" in facts:
+            proto = base64.b64decode(facts["sentencepiece"])
+            return sentencepiece_tokenizer(file, content, proto)
         ranks = facts["ranks"]
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
     for line in ranks.splitlines():
@@ -319,9 +323,9 @@ def rank_tokenizer(file, content, facts):
     return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def sentencepiece_tokenizer(content):
-    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+def sentencepiece_tokenizer(file, content, proto):
+    """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
@@ -336,7 +340,7 @@ def sentencepiece_tokenizer(content):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
+    return Tokenizer(file, content, model.bos_id(), pieces, drops_space)
 
 
 # === end: tokenizer ===
@@ -403,10 +407,11 @@ class BytePairEncoder:
         self.split = regex.compile(facts["split"])
         self.form = "NFC" if facts.get("nfc") else ""
         # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-        late = {self.normalize(text): added[text] for text in facts.get("normalized", [])}
-        self.added = added | late
-        self.marks = added_pattern(added.keys() - facts.get("normalized", []))
-        self.late_marks = added_pattern(late)
+        normalized = facts.get("normalized", [])
+        early = {text: i for text, i in added.items() if text not in normalized}
+        late = {self.normalize(text): added[text] for text in normalized}
+        self.marks = AddedTokens(early, facts)
+        self.late_marks = AddedTokens(late, facts)
 
     def normalize(self, text):
         """Return a text in the normal form in which accents are part of their letters (NFC)."""
@@ -418,17 +423,11 @@ class BytePairEncoder:
 
     def encode_marked(self, text):
         """Return the ids of a text in which added tokens are what they stand for."""
-        ids = []
-        for place, part in enumerate(self.marks.split(check_unicode(text))):
-            if place % 2:  # parts and the marks between them take turns
-                ids.append(self.added[part])
-                continue
-            for late_place, late_part in enumerate(self.late_marks.split(self.normalize(part))):
-                if late_place % 2:
-                    ids.append(self.added[late_part])
-                else:
-                    ids += self.encode_part(late_part)
-        return ids
+        return self.marks.encode(check_unicode(text), self.encode_late)
+
+    def encode_late(self, text):
+        """Return the ids of a text in which no added tokens are but those found in its normal form."""
+        return self.late_marks.encode(self.normalize(text), self.encode_part)
 
     def encode_part(self, text):
         """Return the ids of a text without added tokens."""
@@ -445,10 +444,38 @@ class BytePairEncoder:
         return ids
 
 
-def added_pattern(texts):
-    """Return the regular expression of added tokens, in a group; the longest counts, as in tokenizers."""
-    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
-    return re.compile(f"({'|'.join(longest_first) or '(?!)'})")
+class AddedTokens:
+    """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
+
+    def __init__(self, ids, facts):
+        """ids: the text of a token -> its id. facts: maybe `flags`, text of a token -> what it is:
+        single_word, no part of a word; lstrip, rstrip: it takes the spaces before it, behind it.
+        """
+        self.ids = ids
+        self.flags = facts.get("flags", {})
+        longest_first = sorted(ids, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
+
+    def encode(self, text, encode_part):
+        """Return the ids of a text; encode_part: text without added tokens -> ids."""
+        ids = []
+        end = 0  # of the token before
+        for match in self.pattern.finditer(text):
+            flags = self.flags.get(match[0], [])
+            start, stop = match.span()
+            neighbours = text[start - 1 : start] + text[stop : stop + 1]
+            if "single_word" in flags and self.word.search(neighbours):
+                continue
+            before = text[end:start]
+            if "lstrip" in flags:
+                before = before.rstrip()
+            ids += encode_part(before)
+            ids.append(self.ids[match[0]])
+            end = stop
+            if "rstrip" in flags:
+                end = re.compile(r"\s*").match(text, stop).end()
+        return ids + encode_part(text[end:])
 
 
 def check_unicode(text):
@@ -483,21 +510,25 @@ def add_encoder(tokenizer):
     facts = ENCODINGS.get(name, {})
     if facts and tokenizer.sha256 != facts["sha256"]:
         raise UserError(f"tokenizer {name}: is not the published rank file")
+    proto = tokenizer.content
     if tokenizer.content.startswith(b"{"):  # of an imported model
         facts = json.loads(tokenizer.content)
+        proto = base64.b64decode(facts.get("sentencepiece", ""))
     tokenizer.facts = facts
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-    elif facts:
+    elif "split" in facts:
         encoder = BytePairEncoder(tokenizer, facts)
         tokenizer.encode = encoder.encode
         tokenizer.encode_marked = encoder.encode_marked
     else:
-        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
-        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
+        model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        marks = AddedTokens(facts.get("added", {}), facts)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
         tokenizer.encode = lambda text: model.encode(check_unicode(text))
+        tokenizer.encode_marked = lambda text: marks.encode(text, tokenizer.encode)
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
             # Only control tokens cannot be written in a text, so that no user can forge a role.
@@ -2434,6 +2465,27 @@ GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
 
 
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN3_5_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Classes of transformers 5 that split texts by an expression of their own and use the normal form
+# NFC or not, whatever tokenizer.json says; and models that have such a class, whatever class
+# tokenizer_config.json names.
+HF_CLASSES = {
+    "GPT2Tokenizer": (GPT2_SPLIT, False),
+    "Qwen2Tokenizer": (QWEN2_SPLIT, True),
+    "Qwen3_5Tokenizer": (QWEN3_5_SPLIT, True),
+}
+HF_MODEL_CLASSES = {"qwen2": "Qwen2Tokenizer", "qwen3_5": "Qwen3_5Tokenizer"}
+# What an added token of tokenizer.json may be, see AddedTokens.
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip")
+
+
 def byte_of_letters():
     """Return the byte that each letter stands for in a byte-level vocabulary.
 
@@ -2446,10 +2498,15 @@ def byte_of_letters():
     return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
+def steps_of(tokenizer, name, plural):
+    """Return the steps of a part of a tokenizer.json, which may be one, a Sequence of some, or null."""
+    described = tokenizer.get(name)
+    return (described or {plural: []}).get(plural, [described])
+
+
 def hf_split(tokenizer):
     """Return the regular expression that splits texts, of a tokenizer.json. Raises UserError."""
-    described = tokenizer["pre_tokenizer"] or {}
-    steps = described.get("pretokenizers", [described])
+    steps = steps_of(tokenizer, "pre_tokenizer", "pretokenizers") or [{}]
     kinds = [step.get("type") for step in steps]
     last = steps[-1]
     is_plain = kinds[-1] == "ByteLevel" and not last.get("add_prefix_space")
@@ -2485,20 +2542,71 @@ def hf_tokenizer(folder, size):
     except (LookupError, TypeError, ValueError, AttributeError, regex.error) as error:
         fault = f"{type(error).__name__}: {error}".split("\n")[0]
         raise UserError(f"{path}: is not understood: {fault:.200}") from None
+    return with_compiled_templates(tokenizer)
+
+
+def with_compiled_templates(tokenizer):
+    """Return the tokenizer. Raises UserError if a chat template of it is not one of jinja2."""
     for name in ("template", "tool_template"):
         if name in tokenizer.facts:
             compile_template(tokenizer.facts[name])
     return tokenizer
 
 
+def with_values(tokenizer, assignments):
+    """Return an imported tokenizer whose chat template has these variables, NAME=VALUE in JSON.
+
+    Who renders the template may still give others. Raises UserError.
+    """
+    facts = dict(tokenizer.facts or {})
+    if "template" not in facts:
+        raise UserError("--set: the model has no chat template")
+    given = ""
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        try:
+            value = json.dumps(json.loads(value))
+        except ValueError:
+            value = ""
+        if not name.isidentifier() or not value:
+            raise UserError(f"--set {assignment!r:.90}: must be NAME=VALUE, the value in JSON")
+        given += f"{{% if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif %}}"
+    for name in facts.keys() & {"template", "tool_template"}:
+        facts[name] = given + facts[name]
+    tokenizer = rank_tokenizer(tokenizer.file, json.dumps(facts).encode(), {})
+    return with_compiled_templates(add_encoder(tokenizer))
+
+
+def is_misread(name, facts):
+    """Return whether a class of transformers 5 splits or normalizes texts otherwise than facts say."""
+    form = (facts.get("split"), facts.get("nfc", False))
+    return HF_CLASSES.get(name, form) != form
+
+
+def misreading_class(folder, facts):
+    """Return the class by which transformers 5 reads a folder's tokenizer not as its file says, or ""."""
+    config = read_json(folder / "tokenizer_config.json")
+    name = str(config.get("tokenizer_class")).removesuffix("Fast")
+    name = HF_MODEL_CLASSES.get(read_json(folder / "config.json").get("model_type"), name)
+    # Where SentencePiece puts a space before a text, this class may not.
+    is_other = name == "LlamaTokenizer" and "sentencepiece" in facts
+    return name if is_other or is_misread(name, facts) else ""
+
+
 def report_import(folder, tokenizer):
     """Print what is particular about an imported model's tokenizer."""
     if tokenizer.file != "imported.tiktoken":
         return
+    if name := misreading_class(folder, tokenizer.facts):
+        print(
+            f"{folder}: transformers 5 reads the tokenizer as {name}, which gives other ids than the "
+            "file that the model was trained with; the ids are that file's here, and in transformers "
+            "by PreTrainedTokenizerFast.from_pretrained"
+        )
     begin = repr(tokenizer.facts["bos"]) if begin_ids(tokenizer) else "nothing"
     print(f"{folder}: {tokenizer.vocab_size} tokens; before a text stands {begin}")
     lacking = sorted({bytes([byte]) for byte in range(256)} - set(tokenizer.pieces))
-    if lacking:
+    if lacking and "ranks" in tokenizer.facts:
         names = " ".join(byte.hex() for byte in lacking)
         print(
             f"{folder}: its vocabulary lacks {len(lacking)} bytes ({names}); they are dropped from "
@@ -2529,10 +2637,11 @@ def tokenizer_facts(folder, tokenizer, size):
     added = {}
     shown = {}
     late = []
+    flags = {}
     for token in tokenizer["added_tokens"]:
         text = token["content"]
-        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise UserError(f"tokenizer.json: added token {text!r}: must strip nothing")
+        if named := [flag for flag in TOKEN_FLAGS if token.get(flag)]:
+            flags[text] = named
         if not text or added.setdefault(text, token["id"]) != token["id"]:
             raise UserError(f"tokenizer.json: added token {text!r}: is empty, or has two ids")
         if not token["special"]:
@@ -2556,9 +2665,10 @@ def tokenizer_facts(folder, tokenizer, size):
     return facts | {
         "vocab_size": 1 + max([*ids.values(), *added.values()]),
         "split": hf_split(tokenizer),
-        "nfc": (tokenizer.get("normalizer") or {}).get("type") == "NFC",
+        "nfc": bool(steps_of(tokenizer, "normalizer", "normalizers")),
         "added": added,
         "normalized": late,
+        "flags": flags,
         "ranks": "\n".join(lines),
         "begins_with_bos": begins_with(tokenizer.get("post_processor"), facts["bos"]),
     }
@@ -2571,9 +2681,9 @@ def check_bpe(tokenizer, model):
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise UserError(f"tokenizer.json: {name}={model[name]!r:.50}: must be none")
-    normalizer = (tokenizer.get("normalizer") or {}).get("type")
-    if normalizer not in (None, "NFC"):
-        raise UserError(f"tokenizer.json: normalizer {normalizer}: must be NFC or none")
+    steps = [step["type"] for step in steps_of(tokenizer, "normalizer", "normalizers")]
+    if steps not in ([], ["NFC"]):
+        raise UserError(f"tokenizer.json: normalizer {' '.join(steps)}: must be NFC or none")
     lacking = byte_of_letters().keys() - model["vocab"].keys()
     if lacking and model.get("unk_token") is not None:
         raise UserError(
@@ -2597,10 +2707,18 @@ def check_ids(vocab, added, size):
         raise UserError("tokenizer.json: two tokens have one id, or one has two")
 
 
+def tokenizer_config(folder):
+    """Return tokenizer_config.json, completed by special_tokens_map.json where transformers does it."""
+    config = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    return config | read_json(folder / "special_tokens_map.json")
+
+
 def check_added(folder, added):
     """Raise UserError if the tokenizer_config.json has tokens that tokenizer.json does not."""
     path = folder / "tokenizer_config.json"
-    config = read_json(path)
+    config = tokenizer_config(folder)
     listed = [*(config.get("added_tokens_decoder") or {}).values()]
     for name in ("additional_special_tokens", "extra_special_tokens"):
         tokens = config.get(name) or []
@@ -2685,7 +2803,7 @@ def hf_chat(folder, added):
     none, the ids that end an answer, the names in chat templates, and templates if there are some.
     """
     path = folder / "tokenizer_config.json"
-    config = read_json(path)
+    config = tokenizer_config(folder)
     names = {}
     for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"):
         token = config.get(f"{kind}_token")
@@ -2744,13 +2862,14 @@ def hf_templates(folder, config):
 
 def read_hf_tokenizer(folder, path, vocab_size):
     """Return the Tokenizer of TOKENIZER_PATH, else of tokenizer.model, else of tokenizer.json."""
-    if not path and not (folder / "tokenizer.model").is_file():
+    own = folder / "tokenizer.model"
+    if not path and not own.is_file():
         if not (folder / "tokenizer.json").is_file():
             raise UserError(
                 f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
             )
         return hf_tokenizer(folder, vocab_size)
-    path = path or str(folder / "tokenizer.model")
+    path = path or str(own)
     if path != "bytes" and not (Path(path).is_file() and path.endswith(".model")):
         raise UserError(f"TOKENIZER_PATH={path!r}: must be a SentencePiece .model file, or bytes")
     tokenizer = read_tokenizer(path, {})
@@ -2759,7 +2878,31 @@ def read_hf_tokenizer(folder, path, vocab_size):
             f"TOKENIZER_PATH={path!r}: has {tokenizer.vocab_size} tokens; must have the model's "
             f"{vocab_size}"
         )
+    if path == str(own) and vocab_size == tokenizer.vocab_size:
+        return with_template(folder, tokenizer)
     return tokenizer
+
+
+def with_template(folder, tokenizer):
+    """Return the SentencePiece tokenizer of a folder, with the folder's chat template if it has one.
+
+    Its file is JSON then, see rank_tokenizer. One with tokens for the roles of these scripts stays.
+    """
+    model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    marks = [i for i in range(model.vocab_size()) if model.is_control(i) or model.is_unknown(i)]
+    added = {model.id_to_piece(i): i for i in marks}
+    config = read_json(folder / "tokenizer_config.json")
+    if "template" not in hf_templates(folder, config) or not added.keys().isdisjoint(ROLE_TOKENS):
+        return tokenizer
+    check_added(folder, added)
+    facts = hf_chat(folder, added) | {"added": added}
+    facts["begins_with_bos"] = bool(config.get("add_bos_token", True))
+    described = read_json(folder / "tokenizer.json")
+    if described:  # counts more, as in transformers 5
+        facts["begins_with_bos"] = begins_with(described.get("post_processor"), facts["bos"])
+    facts["sentencepiece"] = base64.b64encode(tokenizer.content).decode()
+    tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
+    return with_compiled_templates(add_encoder(tokenizer))
 
 
 # ---------------------------------------------------------------------------------- tokenizer.json
@@ -2845,12 +2988,12 @@ def space_json(normalizer):
     return steps, decoders
 
 
-def sentencepiece_json(tokenizer):
+def sentencepiece_json(content):
     """Return the parts of a tokenizer.json for a SentencePiece model, and its added tokens.
 
     The numbers are those of fields in sentencepiece_model.proto. Raises UserError.
     """
-    proto = list(proto_fields(tokenizer.content))
+    proto = list(proto_fields(content))
     pieces = [dict(proto_fields(value)) for number, value in proto if number == 1]
     trainer, normalizer = (dict(proto_fields(dict(proto)[number])) for number in (2, 3))
     names = [piece[1].decode() for piece in pieces]
@@ -2890,6 +3033,14 @@ def sentencepiece_json(tokenizer):
     }
 
 
+def listed_templates(facts):
+    """Return the chat template of an imported model, None without one, as tokenizer_config.json has it."""
+    if "tool_template" not in facts:
+        return facts.get("template")
+    names = {"default": "template", "tool_use": "tool_template"}
+    return [{"name": name, "template": facts[fact]} for name, fact in names.items()]
+
+
 def tokenizer_files(tokenizer):
     """Return the files that a tokenizer of these scripts has in transformers, by name.
 
@@ -2897,9 +3048,14 @@ def tokenizer_files(tokenizer):
     A tokenizer without roles and template has none.
     """
     facts = tokenizer.facts
+    flags = facts.get("flags", {})
     bos_id = tokenizer.bos_id
-    if tokenizer.file == "tokenizer.model":
-        added, parts = sentencepiece_json(tokenizer)
+    proto = tokenizer.content
+    if "sentencepiece" in facts:
+        proto = base64.b64decode(facts["sentencepiece"])
+    is_sentencepiece = "sentencepiece" in facts or tokenizer.file == "tokenizer.model"
+    if is_sentencepiece:
+        added, parts = sentencepiece_json(proto)
     else:
         parts = byte_level_json(tokenizer)
         added = facts.get("added", {"<|endoftext|>": bos_id})
@@ -2917,22 +3073,15 @@ def tokenizer_files(tokenizer):
             "pair": [first, *texts],
         }
         processor["special_tokens"] = {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}
-    tokens = [
-        {
-            "id": i,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": text in facts.get("normalized", []),
-            "special": not tokenizer.pieces[i],
-        }
-        for text, i in sorted(added.items(), key=lambda item: item[1])
-    ]
+    tokens = []
+    for text, i in sorted(added.items(), key=lambda item: item[1]):
+        token = {flag: flag in flags.get(text, []) for flag in TOKEN_FLAGS}
+        token["normalized"] = text in facts.get("normalized", [])
+        tokens.append({"id": i, "content": text, "special": not tokenizer.pieces[i]} | token)
     names = {"bos_token": bos, "eos_token": bos, "pad_token": bos} | facts.get("names", {})
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {name: text for name, text in names.items() if text}
-    template = facts.get("template")
+    template = listed_templates(facts)
     if tokenizer.roles:
         template = read_tool("chat_template.jinja").decode()  # the layout of asked_ids
         if not begin_ids(tokenizer):
@@ -2943,8 +3092,8 @@ def tokenizer_files(tokenizer):
     files = {"tokenizer_config.json": json_bytes(config)}
     parts |= {"version": "1.0", "added_tokens": tokens, "post_processor": processor}
     files["tokenizer.json"] = json_bytes(parts)
-    if tokenizer.file == "tokenizer.model":
-        files[tokenizer.file] = tokenizer.content
+    if is_sentencepiece:
+        files["tokenizer.model"] = proto
     return files
 
 
@@ -2953,6 +3102,8 @@ def import_(args):
     shape = read_hf_shape(args.folder)
     check_hf_headers(args.folder, shape)
     tokenizer = read_hf_tokenizer(args.folder, given_tokenizer(), shape["vocab_size"])
+    if args.set:
+        tokenizer = with_values(tokenizer, args.set)
     shape["bos_id"] = tokenizer.bos_id
     if tokenizer.file == "imported.tiktoken":
         # Models have some more rows than tokens. An id without a token must not be drawn.
@@ -3031,6 +3182,12 @@ def own_files(source, network):
         }
         state = remote_names(source.tensors)
         files["modeling_underpar.py"] = read_tool("modeling_underpar.py")
+    name = HF_MODEL_CLASSES.get(config["model_type"])
+    if is_misread(name, tokenizer.facts):
+        print(
+            f"transformers 5 reads the tokenizer of every {config['model_type']} as {name}: "
+            "PreTrainedTokenizerFast.from_pretrained has the ids of this one, AutoTokenizer has not"
+        )
     return files | {
         "model.safetensors": save_safetensors(state),
         "config.json": json_bytes(config | ids | {"dtype": "float32"}),
@@ -3093,6 +3250,8 @@ def like_files(folder, source, network):
         text["vocab_size"] = count
         files["config.json"] = json_bytes(config)
     tokenizer = find_tokenizer(source, "", load_tokenizer)
+    if tokenizer.file == "imported.tiktoken":
+        files |= mended_tokenizer_files(folder, tokenizer)
     if count > tokenizer.vocab_size:
         # The folder's tokenizer lacks the role tokens, and its answers end without <|end|>.
         tokenizer = with_roles(tokenizer)
@@ -3101,6 +3260,22 @@ def like_files(folder, source, network):
         generation = read_json(folder / "generation_config.json") | ends
         files["generation_config.json"] = json_bytes(generation)
     return files | {"model.safetensors": save_safetensors(state)}
+
+
+def mended_tokenizer_files(folder, tokenizer):
+    """Return those of a folder's files that must differ so that transformers has a tokenizer's ids."""
+    files = {}
+    facts = tokenizer.facts
+    config = read_json(folder / "tokenizer_config.json")
+    changes = {}
+    if misreading_class(folder, facts):
+        changes["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if facts.get("template") != hf_templates(folder, config).get("template"):  # by --set
+        changes["chat_template"] = listed_templates(facts)
+        files["chat_template.jinja"] = facts["template"].encode()
+    if changes:
+        files["tokenizer_config.json"] = json_bytes(config | changes)
+    return files
 
 
 def adapter_files(source, network):
@@ -3172,6 +3347,9 @@ def make_parser():
         command.set_defaults(run=run)
         command.add_argument(source, metavar=source.upper(), type=Path)
         command.add_argument("out", metavar="OUT", type=Path)
+        if run is import_:
+            told = "variable of the chat template, as enable_thinking=false"
+            command.add_argument("--set", action="append", metavar="NAME=JSON", help=told)
     command.add_argument("--like", type=Path, help="folder of transformers, whose form it gets")
     command.add_argument("--adapters", action="store_true", help="LoRA adapters alone, for PEFT")
     command.add_argument(

@@ -742,7 +742,7 @@ def read_tokenizer(path, facts):
         content = path.read_bytes()
         if path.suffix == ".tiktoken":
             return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer(content)
+        return sentencepiece_tokenizer("tokenizer.model", content, content)
     except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
             f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
@@ -753,11 +753,15 @@ def read_tokenizer(path, facts):
 def rank_tokenizer(file, content, facts):
     """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
 
-    The file of an imported model is JSON: such lines as `ranks`, and facts.
+    The file of an imported model is JSON: such lines as `ranks`, or a SentencePiece model as
+    `sentencepiece`, and facts.
     """
     ranks = content
     if content.startswith(b"{"):
         facts = json.loads(content)
+        if "sentencepiece" in facts:
+            proto = base64.b64decode(facts["sentencepiece"])
+            return sentencepiece_tokenizer(file, content, proto)
         ranks = facts["ranks"]
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
     for line in ranks.splitlines():
@@ -766,9 +770,9 @@ def rank_tokenizer(file, content, facts):
     return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def sentencepiece_tokenizer(content):
-    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+def sentencepiece_tokenizer(file, content, proto):
+    """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
@@ -783,7 +787,7 @@ def sentencepiece_tokenizer(content):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
+    return Tokenizer(file, content, model.bos_id(), pieces, drops_space)
 
 
 # === end: tokenizer ===

@@ -937,7 +937,7 @@ def read_tokenizer(path, facts):
         content = path.read_bytes()
         if path.suffix == ".tiktoken":
             return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer(content)
+        return sentencepiece_tokenizer("tokenizer.model", content, content)
     except (OSError, LookupError, ValueError, RuntimeError) as error:
         raise UserError(
             f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
@@ -948,11 +948,15 @@ def read_tokenizer(path, facts):
 def rank_tokenizer(file, content, facts):
     """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
 
-    The file of an imported model is JSON: such lines as `ranks`, and facts.
+    The file of an imported model is JSON: such lines as `ranks`, or a SentencePiece model as
+    `sentencepiece`, and facts.
     """
     ranks = content
     if content.startswith(b"{"):
         facts = json.loads(content)
+        if "sentencepiece" in facts:
+            proto = base64.b64decode(facts["sentencepiece"])
+            return sentencepiece_tokenizer(file, content, proto)
         ranks = facts["ranks"]
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
     for line in ranks.splitlines():
@@ -961,9 +965,9 @@ def rank_tokenizer(file, content, facts):
     return Tokenizer(file, content, facts["bos_id"], pieces)
 
 
-def sentencepiece_tokenizer(content):
-    """Return the tokenizer of a SentencePiece model, the bytes of its file."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+def sentencepiece_tokenizer(file, content, proto):
+    """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     if model.bos_id() < 0:
         raise ValueError("empty, or without the BOS token of every document")
     pieces = []
@@ -978,7 +982,7 @@ def sentencepiece_tokenizer(content):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer("tokenizer.model", content, model.bos_id(), pieces, drops_space)
+    return Tokenizer(file, content, model.bos_id(), pieces, drops_space)
 
 
 # === end: tokenizer ===
@@ -1045,10 +1049,11 @@ class BytePairEncoder:
         self.split = regex.compile(facts["split"])
         self.form = "NFC" if facts.get("nfc") else ""
         # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-        late = {self.normalize(text): added[text] for text in facts.get("normalized", [])}
-        self.added = added | late
-        self.marks = added_pattern(added.keys() - facts.get("normalized", []))
-        self.late_marks = added_pattern(late)
+        normalized = facts.get("normalized", [])
+        early = {text: i for text, i in added.items() if text not in normalized}
+        late = {self.normalize(text): added[text] for text in normalized}
+        self.marks = AddedTokens(early, facts)
+        self.late_marks = AddedTokens(late, facts)
 
     def normalize(self, text):
         """Return a text in the normal form in which accents are part of their letters (NFC)."""
@@ -1060,17 +1065,11 @@ class BytePairEncoder:
 
     def encode_marked(self, text):
         """Return the ids of a text in which added tokens are what they stand for."""
-        ids = []
-        for place, part in enumerate(self.marks.split(check_unicode(text))):
-            if place % 2:  # parts and the marks between them take turns
-                ids.append(self.added[part])
-                continue
-            for late_place, late_part in enumerate(self.late_marks.split(self.normalize(part))):
-                if late_place % 2:
-                    ids.append(self.added[late_part])
-                else:
-                    ids += self.encode_part(late_part)
-        return ids
+        return self.marks.encode(check_unicode(text), self.encode_late)
+
+    def encode_late(self, text):
+        """Return the ids of a text in which no added tokens are but those found in its normal form."""
+        return self.late_marks.encode(self.normalize(text), self.encode_part)
 
     def encode_part(self, text):
         """Return the ids of a text without added tokens."""
@@ -1087,10 +1086,38 @@ class BytePairEncoder:
         return ids
 
 
-def added_pattern(texts):
-    """Return the regular expression of added tokens, in a group; the longest counts, as in tokenizers."""
-    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
-    return re.compile(f"({'|'.join(longest_first) or '(?!)'})")
+class AddedTokens:
+    """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
+
+    def __init__(self, ids, facts):
+        """ids: the text of a token -> its id. facts: maybe `flags`, text of a token -> what it is:
+        single_word, no part of a word; lstrip, rstrip: it takes the spaces before it, behind it.
+        """
+        self.ids = ids
+        self.flags = facts.get("flags", {})
+        longest_first = sorted(ids, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
+
+    def encode(self, text, encode_part):
+        """Return the ids of a text; encode_part: text without added tokens -> ids."""
+        ids = []
+        end = 0  # of the token before
+        for match in self.pattern.finditer(text):
+            flags = self.flags.get(match[0], [])
+            start, stop = match.span()
+            neighbours = text[start - 1 : start] + text[stop : stop + 1]
+            if "single_word" in flags and self.word.search(neighbours):
+                continue
+            before = text[end:start]
+            if "lstrip" in flags:
+                before = before.rstrip()
+            ids += encode_part(before)
+            ids.append(self.ids[match[0]])
+            end = stop
+            if "rstrip" in flags:
+                end = re.compile(r"\s*").match(text, stop).end()
+        return ids + encode_part(text[end:])
 
 
 def check_unicode(text):
@@ -1125,21 +1152,25 @@ def add_encoder(tokenizer):
     facts = ENCODINGS.get(name, {})
     if facts and tokenizer.sha256 != facts["sha256"]:
         raise UserError(f"tokenizer {name}: is not the published rank file")
+    proto = tokenizer.content
     if tokenizer.content.startswith(b"{"):  # of an imported model
         facts = json.loads(tokenizer.content)
+        proto = base64.b64decode(facts.get("sentencepiece", ""))
     tokenizer.facts = facts
     tokenizer.roles = {}
     if name == "bytes":
         tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-    elif facts:
+    elif "split" in facts:
         encoder = BytePairEncoder(tokenizer, facts)
         tokenizer.encode = encoder.encode
         tokenizer.encode_marked = encoder.encode_marked
     else:
-        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
-        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]}
+        model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        marks = AddedTokens(facts.get("added", {}), facts)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
         tokenizer.encode = lambda text: model.encode(check_unicode(text))
+        tokenizer.encode_marked = lambda text: marks.encode(text, tokenizer.encode)
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
             # Only control tokens cannot be written in a text, so that no user can forge a role.

@@ -1,6 +1,7 @@
 """Texts are encoded as the package tokenizers does it, whatever stands in them; half a surrogate pair is an error."""
 
 import json
+import random
 
 import pytest
 import sentencepiece
@@ -13,27 +14,42 @@ LETTERS = {byte: letter for letter, byte in C.byte_of_letters().items()}
 HALF = "a\ud800b"
 
 
-def write_tokenizer(folder, lacking=b"", nfc=False, added=(), **model):
-    """Write a tokenizer.json with a few merges, whose vocabulary lacks some bytes; return the tokenizer that it is."""
+def write_tokenizer(
+    folder, lacking=b"", nfc=False, added=(), split=C.GPT2_SPLIT, bos=False, **model
+):
+    """Write a tokenizer.json with a few merges, whose vocabulary lacks some bytes; return the tokenizer that it is.
+
+    added: (text, normalized, maybe what it is of TOKEN_FLAGS). bos: whether a processor puts it before texts.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     vocab = {}
     for byte in set(range(256)) - set(lacking):
         vocab[LETTERS[byte]] = len(vocab)
     merges = [("t", "h"), ("th", "e"), ("!", "!"), ("!!", "!"), ("Ġ", "the"), ("Ġ", "Ġ")]
+    merges.append(("t", LETTERS[0xCC]))  # and half of a combining accent
     for pair in merges:
         vocab["".join(pair)] = len(vocab)
-    tokens = [("<|endoftext|>", False), *added]
+    tokens = [("<|endoftext|>", False, ()), *((*token, ())[:3] for token in added)]
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
+    steps = [{**byte_level, "use_regex": True}]
+    if split != C.GPT2_SPLIT:
+        isolated = dict(type="Split", pattern={"Regex": split}, behavior="Isolated", invert=False)
+        steps = [isolated, {**byte_level, "use_regex": False}]
+    token = {"id": "<|endoftext|>", "ids": [len(vocab)], "tokens": ["<|endoftext|>"]}
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    before = dict(type="TemplateProcessing", single=[first, texts[0]], pair=[first, *texts])
+    before["special_tokens"] = {"<|endoftext|>": token}
     described = {
         "version": "1.0",
         "added_tokens": [
             dict(id=len(vocab) + place, content=text, normalized=late, special=True)
-            | dict(single_word=False, lstrip=False, rstrip=False)
-            for place, (text, late) in enumerate(tokens)
+            | {flag: flag in flags for flag in C.TOKEN_FLAGS}
+            for place, (text, late, flags) in enumerate(tokens)
         ],
         "normalizer": {"type": "NFC"} if nfc else None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-        | {"trim_offsets": True},
-        "post_processor": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": before if bos else None,
         "decoder": None,
         "model": {
             "type": "BPE",
@@ -103,6 +119,44 @@ def test_added_tokens_are_found_as_tokenizers_finds_them(tmp_path):
     assert ours.encode_marked("<a>>") == [ours.facts["added"]["<a>>"]]
 
 
+def test_added_tokens_that_take_spaces_or_are_words(tmp_path):
+    """Also beside one another, beside longer ones that are not found, and those found in the normal form."""
+    added = [
+        ("<l>", False, ["lstrip"]),
+        ("<r>", True, ["rstrip"]),
+        ("<b>", False, ["lstrip", "rstrip"]),
+    ]
+    added += [("end", False, ["single_word"]), ("ends", False, ["single_word", "lstrip"])]
+    added += [("<l>x", False), ("a b", True, ["single_word"])]
+    theirs = write_tokenizer(tmp_path, b"\x04", True, added)
+    ours = S.load_tokenizer(tmp_path / "imported.tiktoken")
+    draw = random.Random(3)
+    parts = [
+        "<l>",
+        "<r>",
+        "<b>",
+        "end",
+        "ends",
+        "x",
+        " ",
+        "  ",
+        "\n",
+        "\u3000",
+        "a b",
+        "the",
+        "e\u0301",
+        "_",
+        "日",
+    ]
+    for _ in range(2000):
+        same(ours, theirs, "".join(draw.choices(parts, k=8)))
+    mark = ours.facts["added"]["<l>"]
+    assert ours.encode_marked("the  <l> the") == [*ours.encode("the"), mark, *ours.encode(" the")]
+    again = json.loads(C.tokenizer_files(ours)["tokenizer.json"])
+    described = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    assert again["added_tokens"] == described["added_tokens"]
+
+
 def test_a_run_of_a_million_spaces(tmp_path):
     """The stack of tiktoken's regular expressions would overflow. The last space is the word's."""
     write_tokenizer(tmp_path)
@@ -128,3 +182,129 @@ def test_half_a_surrogate_pair_is_an_error(tmp_path):
         refusal(S.UserError, said, tokenizer.encode, HALF)
     refusal(S.UserError, said, tokenizers[1].encode_marked, HALF)
     assert S.load_tokenizer("bytes").encode("\U0001f642") == [4 + byte for byte in "🙂".encode()]
+
+
+# ------------------------------------------------------------------- SentencePiece with a template
+ZEPHYR = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.fixture
+def llama2(tmp_path):
+    """Return a folder with a SentencePiece model and a chat template, as TinyLlama has them."""
+    with open(tmp_path / "tokenizer.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the cat <|user|> sat", "a hat\t日本", "the  12 cats"] * 9),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=300,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+        )
+    config = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=ZEPHYR)
+    config |= dict(tokenizer_class="LlamaTokenizer", add_bos_token=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 2}')
+    return tmp_path
+
+
+def test_a_sentencepiece_model_has_its_template(llama2):
+    """Marks are one id each in conversations; before each text between them stands a space, as tokenizer.json has it.
+    What is exported is read so by transformers; its own class, with `legacy` or without, reads another tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = C.read_hf_tokenizer(llama2, "", 300)
+    (llama2 / "imported.tiktoken").write_bytes(tokenizer.content)
+    ours = S.load_tokenizer(llama2 / "imported.tiktoken")
+    assert ours.sha256 == tokenizer.sha256 and ours.roles == {} and S.with_roles(ours) is ours
+    assert ours.facts["stop"] == [1, 2] and ours.pieces[1] == b""
+    for name, content in C.tokenizer_files(ours).items():
+        (llama2 / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(llama2)
+    talk = [("<|user|>", " the  cat\n"), ("<|assistant|>", "日本 é"), ("<|user|>", "</s> 12")]
+    messages = [dict(role=role.strip("<|>"), content=text) for role, text in talk]
+    text = S.chat_text(ours, talk, True)
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours.encode_marked(text) == ids
+    assert ids.count(2) == 4 and ids.count(1) == 0
+    assert S.begin_ids(ours) + ours.encode("the cat") == theirs.encode("the cat")
+    assert 2 not in ours.encode("</s>")
+    for legacy in (True, False):
+        config = json.loads((llama2 / "tokenizer_config.json").read_bytes())
+        config |= dict(tokenizer_class="LlamaTokenizer", legacy=legacy)
+        (llama2 / "tokenizer_config.json").write_text(json.dumps(config))
+        theirs = transformers.AutoTokenizer.from_pretrained(llama2)
+        assert theirs.encode(text, add_special_tokens=False) != ids
+        assert C.misreading_class(llama2, ours.facts) == "LlamaTokenizer"
+
+
+def test_a_sentencepiece_model_without_a_template_stays(llama2):
+    (llama2 / "tokenizer_config.json").unlink()
+    tokenizer = C.read_hf_tokenizer(llama2, "", 300)
+    assert tokenizer.file == "tokenizer.model"
+    refusal(C.UserError, "--set: the model has no chat template", C.with_values, tokenizer, ["a=1"])
+
+
+# --------------------------------------------------------------- what transformers' own classes do
+CLASSES = ["GPT2Tokenizer", "Qwen2TokenizerFast", "LlamaTokenizerFast", "PreTrainedTokenizerFast"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_that_read_another_tokenizer_are_known(tmp_path, name, model_type):
+    """For each split of texts that a class of transformers has, and SmolLM2's: where misreading_class names none, ids
+    are those of tokenizer.json."""
+    transformers = pytest.importorskip("transformers")
+    texts = ["the  12", "e\u0301!", "t\u0301", "the's  the", "the"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = {"tokenizer_class": name, "bos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for split in (C.GPT2_SPLIT, C.DIGITS_SPLIT, C.QWEN2_SPLIT, C.QWEN3_5_SPLIT):
+        theirs = write_tokenizer(tmp_path, nfc=split != C.GPT2_SPLIT, split=split)
+        ours = S.load_tokenizer(tmp_path / "imported.tiktoken")
+        for text in texts:
+            same(ours, theirs, text)
+        auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        is_same = all(auto.encode(text) == ours.encode(text) for text in texts)
+        assert is_same == (C.misreading_class(tmp_path, ours.facts) == ""), split
+        fast = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        assert all(fast.encode(text) == ours.encode(text) for text in texts)
+
+
+@pytest.mark.parametrize("processor", [False, True])
+def test_bos_is_where_transformers_has_it(tmp_path, processor):
+    """tokenizer.json's post_processor says it, not the flags of tokenizer_config.json."""
+    transformers = pytest.importorskip("transformers")
+    config = {"bos_token": "<|endoftext|>", "add_bos_token": not processor, "add_eos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_tokenizer(tmp_path, bos=processor)
+    ours = S.load_tokenizer(tmp_path / "imported.tiktoken")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert S.begin_ids(ours) + ours.encode("the") == theirs.encode("the")
+
+
+def test_a_variable_of_the_template(tmp_path):
+    """As a switch for thoughts: who renders the template may still give another value."""
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    template = "{% for m in messages %}{{ m.content }}{% if enable_thinking is false %}!{% endif %}{% endfor %}"
+    config = {"chat_template": template, "bos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_tokenizer(tmp_path)
+    plain = S.load_tokenizer(tmp_path / "imported.tiktoken")
+    ours = C.with_values(plain, ["enable_thinking=false", 'date="1 May"'])
+    talk = [("<|user|>", "the")]
+    assert S.chat_text(plain, talk, True) == "the" and S.chat_text(ours, talk, True) == "the!"
+    for given, text in (({}, "the!"), (dict(enable_thinking=True), "the")):
+        messages = [[dict(role="user", content="the")]]
+        (written,), _ = utils.render_jinja_template(
+            messages, chat_template=ours.facts["template"], **given
+        )
+        assert written == text
+    files = C.mended_tokenizer_files(tmp_path, ours)
+    assert files["chat_template.jinja"].decode() == ours.facts["template"]
+    assert C.mended_tokenizer_files(tmp_path, plain) == {}
+    for wrong in ("enable_thinking", "enable_thinking=False", "a b=1"):
+        refusal(C.UserError, "--set .*must be NAME=VALUE", C.with_values, plain, [wrong])

@@ -682,7 +682,6 @@ ODD_TOKENIZERS = (  # a place in a good tokenizer.json, what stands there instea
         "its Regex must match every part of a text",
     ),
     ("added_tokens", [], r"bos_token .* must be one of tokenizer.json's added_tokens"),
-    ("added_tokens 0 lstrip", True, r"added token '<\|endoftext\|>': must strip nothing"),
     ("added_tokens 0 id", 7, "two tokens have one id, or one has two"),
     ("added_tokens 0 content", "", "added token '': is empty, or has two ids"),
     ("model", [], "tokenizer.json: is not understood: TypeError"),
