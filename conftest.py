@@ -396,13 +396,15 @@ def write_lines(path, rows):
 
 
 def pack(network, tokenizer, folder):
-    """Write model.upar of a network of train_dpo.py; return its folder."""
+    """Write model.upar of a network, and its tokenizer's file beside it; return their folder."""
     state = network.state_dict()
     coded = D.quantize_all(state, D.quant_table(D.Settings()))
     facts = dict(settings=vars(network.config), tokenizer_sha256=tokenizer.sha256)
     content = D.pack_artifact(state, coded, meta={"tokenizer": tokenizer.file}, **facts)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.upar").write_bytes(content)
+    if tokenizer.file != "bytes":
+        (folder / tokenizer.file).write_bytes(tokenizer.content)
     return folder
 
 

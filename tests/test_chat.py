@@ -15,12 +15,12 @@ import pytest
 import torch
 import zstandard
 from test_data import HARD_TEXTS, train_model
-from test_weights import network, pack
+from test_weights import network
 
 import sample as S
 import train_dpo as D
 import train_sft as F
-from conftest import BYTES, ODD, Child, environment, mutated, refusal, server
+from conftest import BYTES, ODD, Child, environment, mutated, pack, refusal, server
 
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS
 
@@ -473,7 +473,7 @@ def talk(monkeypatch, capsys, tmp_path):
     """Return a function: what chat writes to both streams, and the prompts of a scripted model."""
     net = network(0, tie_embeddings=False)  # tied, it would repeat what it reads
     net.head.data.mul_(10)
-    artifact, _ = pack(tmp_path, net)
+    pack(net, BYTES, tmp_path)
 
     def run(lines, answers=None, **changes):
         if answers is not None:
@@ -481,7 +481,7 @@ def talk(monkeypatch, capsys, tmp_path):
             Scripted.answers = answers
             monkeypatch.setattr(S, "Decoder", Scripted)
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
-        given = {"artifact": str(artifact), "device": "cpu", **changes}
+        given = {"artifact": str(tmp_path), "device": "cpu", **changes}
         S.chat(S.Settings(mode="chat", **given))
         return *capsys.readouterr(), Scripted.prompts
 
@@ -494,8 +494,8 @@ def test_a_chat_with_tools_has_the_turns_of_a_row(talk, tmp_path):
     path.write_text(json.dumps([TOOL]))
     row = {"tools": [TOOL], "messages": [said("s", "system"), *TOOL_TALK]}
     ids, _ = F.turn_ids(BYTES, S.row_turns(row, set())[1])
-    artifact, _ = pack(tmp_path / "long", network(0, train_seq_len=1024))
-    given = dict(tools=str(path), system="s", max_new_tokens=200, artifact=str(artifact))
+    artifact = str(pack(network(0, train_seq_len=1024), BYTES, tmp_path / "long"))
+    given = dict(tools=str(path), system="s", max_new_tokens=200, artifact=artifact)
     answers = [BYTES.encode(CALL_TEXT), BYTES.encode("b")]
     _, _, prompts = talk(["u", "/tool sunny"], answers, **given)
     assert [*prompts[1], *BYTES.encode("b"), BYTES.roles[END]] == ids
@@ -546,8 +546,7 @@ def test_an_answer_is_what_generate_draws(talk, tmp_path, capsys):
     lines = ["hello", "again"]
     given = dict(seed=5, max_new_tokens=6, temperature=1.0)
     out, err, _ = talk(lines, **given)
-    artifact = str(tmp_path / "model.upar")
-    net, *_ = S.load_model("ARTIFACT", artifact)
+    net, *_ = S.load_model("ARTIFACT", str(tmp_path))
     truncate = S.truncation(S.Settings())
     turns = []
     for number, line in enumerate(lines):
@@ -558,7 +557,7 @@ def test_an_answer_is_what_generate_draws(talk, tmp_path, capsys):
         turns.append((ASSISTANT, S.completion(BYTES, prompt, ids)))
     assert (out, err) == (f"{turns[1][1]}\n{turns[3][1]}\n", "") and len(out) > 4
     # MODE=generate answers a user's turn, too.
-    given |= dict(artifact=artifact, device="cpu", system="s", temperature=0.0)
+    given |= dict(artifact=str(tmp_path), device="cpu", system="s", temperature=0.0)
     S.sample(S.Settings(prompt="hello", layout="chat", **given))
     assert capsys.readouterr().out == talk(lines[:1], **given)[0]
 
@@ -570,7 +569,7 @@ def test_a_whole_process_with_a_signal(tmp_path):
     with torch.no_grad():
         net.head.zero_()
         net.head[BYTES.encode("xy")] = torch.randn(32) * torch.tensor([[1.0], [-1.0]])
-    artifact, _ = pack(tmp_path, net)
+    artifact = pack(net, BYTES, tmp_path)
     environ = environment(ARTIFACT=artifact, MODE="chat", MAX_NEW_TOKENS=1 << 16, TEMPERATURE=0)
     given = tmp_path / "given"
     given.write_bytes(b"go \xff on\n/reset\n")

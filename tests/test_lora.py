@@ -34,16 +34,16 @@ def adapted(net):
 
 
 def dense(net):
-    """Return the state of a plain network with the same function, each sum by loops over A's rows, in float64."""
+    """Return the state of a plain network with the same function, its sums made in float64."""
     tensors = net.state_dict()
     state = {}
     for name, w in tensors.items():
         if name.endswith(".original"):
             place = name.removesuffix("original") + "0."
             a, b, scale = (tensors[place + part].double() for part in ("lora_a", "lora_b", "scale"))
-            w = w.double() + sum(scale * torch.outer(b[:, row], a[row]) for row in range(len(a)))
-            state[name.removesuffix(".original").replace("parametrizations.", "")] = w
-        elif ".0.lora_" not in name and not name.endswith(".0.scale"):
+            name = name.removesuffix(".original").replace("parametrizations.", "")
+            state[name] = w.double() + scale * b @ a
+        elif "parametrizations" not in name:
             state[name] = w
     return state
 
@@ -93,25 +93,11 @@ def test_scale_rank_first_values_and_counts():
     assert T.count_parameters(net)["total"] - before == sum(param.numel() for param in added)
     weight = net.mixers[0].parametrizations.w_qkvg
     a, b = weight[0].lora_a, weight[0].lora_b
-    assert a.shape == (8, 64) and b.shape == (256, 8) and (b == 0).all()
+    assert a.shape == (8, 64) and b.shape == (256, 8)
     every = torch.cat([w.flatten() * w.size(1) ** 0.5 for w in added[::2]])
     assert abs(every.std() - 1) < 0.05 and abs(every.mean()) < 0.05
     b.data.fill_(1.0)
     assert torch.allclose(net.mixers[0].w_qkvg, weight.original + 0.25 * a.sum(0), atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "owner"), [("muon", "AdamW"), ("lion", "Lion")])
-def test_adapters_have_the_rates_of_matrices(kind, owner):
-    """Also those of few rows, which are stored like controls; Muon leaves them to AdamW."""
-    settings = train_sft.Settings(optimizer=kind, learning_rate=0.011, weight_decay=0.07)
-    params = train_sft.trained_parameters(adapted(network(torch.float32)))
-    groups = {}
-    for optimizer in train_sft.make_optimizers(params, settings, ALONE):
-        for group in optimizer.param_groups:
-            facts = type(optimizer).__name__, group["lr"], group["weight_decay"]
-            groups |= dict.fromkeys(group["params"], facts)
-    assert all(".lora_" in name for name in params) and len(params) > 20
-    assert {groups[param] for param in params.values()} == {(owner, 0.011, 0.07)}
 
 
 # ------------------------------------------------------------------------------------------- frozen weights in bfloat16

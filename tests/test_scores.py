@@ -15,12 +15,12 @@ import pytest
 import torch
 import zstandard
 from test_data import NO_SPACE, PREFIX, train_model
-from test_weights import network, pack
+from test_weights import network
 
 import sample as S
 import train_gpt as T
 import train_grpo as G
-from conftest import BYTES, ROOT, blocks, exit_code, refusal, write_lines
+from conftest import BYTES, ROOT, blocks, exit_code, pack, refusal, write_lines
 
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS
 BOS = 1
@@ -43,7 +43,7 @@ def place(tmp_path_factory):
         if name == "judge":
             S.add_value_head(net)
             net.w_value.data.normal_()
-        pack(folder / name, net)
+        pack(net, BYTES, folder / name)
     return folder
 
 
@@ -141,7 +141,7 @@ def test_plain_texts_and_the_bytes_that_a_tokenizer_loses_and_adds(tmp_path, cap
     words = ["thecat", "sat", "onthe", "matandhat"] * 9
     for kind, size in ((PREFIX, len("the cat sat on")), (dict(NO_SPACE, lines=words), len(text))):
         tokenizer = S.load_tokenizer(train_model(tmp_path / "some.model", **kind))
-        pack(tmp_path / "main", lively(0, tokenizer), tokenizer)
+        pack(lively(0, tokenizer), tokenizer, tmp_path / "main")
         scores, second = S.score(settings(tmp_path, "text", score_path=path)).values()
         assert scores == second
         assert (scores["bytes"], scores["source_bytes"]) == (size, len(text))
@@ -376,7 +376,7 @@ def test_mistakes_are_one_line(place, monkeypatch, capsys):
     Path("latin.txt").write_bytes("größer".encode("latin-1"))
     Path("blank.txt").write_text(" \n")
     Path("good.txt").write_text("good")
-    pack(place / "learned", lively(0, positions="learned"))
+    pack(lively(0, positions="learned"), BYTES, place / "learned")
     for command, message in MISTAKES:
         given = {"ARTIFACT": "main", "MODE": "score" if "SCORE_PATH" in command else "generate"}
         given |= dict(word.split("=", 1) for word in command.split())
@@ -422,8 +422,7 @@ def test_a_file_holds_scores_and_all_answers(place, tmp_path, capsys):
     assert [one["temperature"] for one in answers] == [0] * 3 + [1.0] * 6
     for one in answers:
         assert one["rewards"] == {"size": len(one["completion"]) / 4, "none": None}
-        assert one["reward"] == one["rewards"]["size"] and one["answer"] == "R"
-        assert one["finished"] in (True, False) and 1 <= one["tokens"] <= 6
+        assert one["reward"] == one["rewards"]["size"] and 1 <= one["tokens"] <= 6
 
 
 def test_a_score_that_is_not_finite_is_an_error(place, tmp_path, monkeypatch):
@@ -453,7 +452,7 @@ def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
     for name in ("runs", "data"):
         (tmp_path / name).mkdir()
     for seed, name in enumerate(("first", "start")):
-        pack(tmp_path / "runs" / name, lively(seed, train_seq_len=256))
+        pack(lively(seed, train_seq_len=256), BYTES, tmp_path / "runs" / name)
     (tmp_path / "book.txt").write_text(DOCUMENTS[0])
     (tmp_path / "val.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "abc"}'))
     write(tmp_path, "pairs.jsonl", *PAIRS)

@@ -235,23 +235,23 @@ def test_an_epochs_windows_are_a_function_of_seed_and_epoch():
 
 
 # ----------------------------------------------------------------------------------- a step's loss
-def losses_alone(net, row):
-    """Return the summed cross-entropy of a row's targets by a forward of its own, and how many are the likeliest."""
-    logits, learned = net(row.ids[None])[0], row.targets >= 0
-    nats = F.cross_entropy(logits[learned], row.targets[learned], reduction="sum")
-    return nats, (logits.argmax(-1) == row.targets)[learned].sum().item()
 
 
 def targets_of(rows):
     return sum(int((row.targets >= 0).sum()) for row in rows)
 
 
-def gradients_of(net, rows, teacher=None, total=None, **changes):
-    """Return (loss, nats, KD) and the gradients of a step of all rows."""
-    trainer = S.SFTTrainer(net, S.Settings(train_seq_len=64, **changes), teacher)
-    windows = S.best_fit(rows, range(len(rows)), 64)
-    sums = trainer.forward_backward(rows, windows, total or targets_of(rows))
-    return [sums, *(param.grad.clone() for param in trainer.trained.values())]
+def gradients_of(net, rows, teacher=None, total=None, ranks=1, **changes):
+    """Return (loss, nats, KD) and the gradients of a step of all rows, summed over ranks."""
+    found = []
+    for rank in range(ranks):
+        runtime = S.Runtime(rank, ranks, CPU, False)
+        s = S.Settings(train_seq_len=64, **changes)
+        trainer = S.SFTTrainer(net, s, teacher, runtime)
+        windows = S.best_fit(rows, range(len(rows)), 64)
+        sums = trainer.forward_backward(rows, windows, total or targets_of(rows))
+        found.append([sums, *(param.grad.clone() for param in trainer.trained.values())])
+    return [sum(parts) for parts in zip(*found, strict=True)]
 
 
 def assert_close(ours, theirs, most=1e-10):
@@ -260,22 +260,29 @@ def assert_close(ours, theirs, most=1e-10):
 
 
 def test_the_loss_is_the_mean_over_all_targets():
+    """Each row by a forward of its own; its score is the same."""
     net, rows = network(), some_rows()
-    mean = sum(losses_alone(net, row)[0] for row in rows) / targets_of(rows)
+    nats = []
+    for row in rows:
+        logits = net(row.ids[None])[0]
+        nats.append(F.cross_entropy(logits, row.targets, ignore_index=-1, reduction="sum"))
+    mean = sum(nats) / targets_of(rows)
     expected = torch.autograd.grad(mean, [*net.parameters()])
     assert_close(gradients_of(net, rows), [torch.stack([mean, mean, 0 * mean]), *expected])
+    scores = S.SFTTrainer(net, S.Settings(train_seq_len=64)).score(rows)
+    assert_close(scores[:, 0], nats)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_micro_batches_and_recomputed_layers_change_nothing(kind):
-    """From one batch to a window each; with activation checkpointing, and beside rows without targets."""
+def test_micro_batches_ranks_and_recomputed_layers_change_nothing(kind):
+    """From one batch to a window each; on two ranks; with activation checkpointing; beside rows without targets."""
     rows, teacher = some_rows(12), network(5, "a g a g", 24) if kind else None
     changes = dict(kd_loss=kind, kd_alpha=0.7) if kind else {}
     expected = gradients_of(network(), rows, teacher, micro_batch_tokens=1 << 20, **changes)
-    for tokens, recompute in ((64, False), (1, False), (128, True)):
+    for tokens, ranks in ((64, 1), (1, 2), (128, 1)):
         net = network()
-        net.activation_checkpointing = recompute
-        found = gradients_of(net, rows, teacher, micro_batch_tokens=tokens, **changes)
+        net.activation_checkpointing = tokens == 128
+        found = gradients_of(net, rows, teacher, None, ranks, micro_batch_tokens=tokens, **changes)
         assert_close(found, expected)
     masked = [S.Row(row.key, row.ids, torch.full_like(row.targets, -1)) for row in rows[:3]]
     changes |= dict(micro_batch_tokens=1)
@@ -285,18 +292,10 @@ def test_micro_batches_and_recomputed_layers_change_nothing(kind):
     assert teacher is None or all(param.grad is None for param in teacher.parameters())
 
 
-def test_scores_are_by_row():
-    """Nats, tokens and right tokens of each row, by a forward of its own; learned positions of
-    student or teacher are not packed.
-    """
-    net, rows = network(positions="learned"), some_rows(8)
-    s = S.Settings(train_seq_len=64)
-    trainer = S.SFTTrainer(net, s)
-    assert trainer.room == S.SFTTrainer(network(), s, net).room == 0
-    for row, (nats, tokens, right) in zip(rows, trainer.score(rows).tolist(), strict=True):
-        expected, likeliest = losses_alone(net, row)
-        assert nats == pytest.approx(expected.item(), rel=1e-9)
-        assert (tokens, right) == (targets_of([row]), likeliest)
+def test_learned_positions_are_not_packed():
+    """Those of the student or the teacher."""
+    learned, s = network(positions="learned"), S.Settings(train_seq_len=64)
+    assert S.SFTTrainer(learned, s).room == S.SFTTrainer(network(), s, learned).room == 0
 
 
 def test_intervals_of_ratios():

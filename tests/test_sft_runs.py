@@ -139,17 +139,6 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     assert samples[0] == samples[1]
 
 
-def test_two_ranks_learn_the_same(place, straight):
-    """As one process in its first steps, but for the order of sums."""
-    place.ranks("on 2", ITERATIONS=4, SWA=0, QAT=0)
-    one, two = (place.result(run)["before"]["loss"] for run in (straight, "on 2"))
-    assert two == pytest.approx(one, rel=1e-2)
-    for one, two in zip(place.steps(straight)[:2], place.steps("on 2"), strict=False):
-        assert two["targets"] == one["targets"]
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
-
-
 def test_epochs_set_the_steps_where_iterations_do_not(place):
     """From a small new model, with a clock that does not end the run; AdamW in 8 bits, layers
     computed twice.

@@ -8,11 +8,11 @@ import shutil
 
 import pytest
 import torch
-from test_weights import network, pack, refused, save
+from test_weights import network, refused, save
 
 import train_gpt as T
 import train_sft as S
-from conftest import TINY, Place, refusal
+from conftest import BYTES, TINY, Place, pack, refusal
 
 COPY = "a changed copy of a script wrote it"
 
@@ -42,10 +42,9 @@ def test_fields_that_a_script_does_not_know(tmp_path, call):
     for changes, message in FIELDS:
         net = network(0)
         vars(net.config).update(changes)
-        artifact, _ = pack(tmp_path, net)
-        assert message in f"ARTIFACT: {refused(artifact)}"
+        assert message in f"ARTIFACT: {refused(pack(net, BYTES, tmp_path))}"
     for command, expected in (("info", 2), ("verify", 1)):
-        code, _, error = call(command, artifact)
+        code, _, error = call(command, tmp_path / "model.upar")
         assert code == expected and message in error, error
 
 
@@ -53,11 +52,10 @@ def test_a_field_that_is_missing_has_its_default(tmp_path):
     net = network(0)
     del net.config.head_dim  # of an older version
     net.config.logit_softcap = 30  # a whole number may stand for a float
-    artifact, _ = pack(tmp_path, net)
-    loaded, *_ = S.load_model("INIT_FROM", str(artifact))
+    loaded, *_ = S.load_model("INIT_FROM", str(pack(net, BYTES, tmp_path)))
     assert loaded.config.head_dim == 0
     del net.config.norms
-    assert "lacks a field of its network's settings: " in refused(pack(tmp_path, net)[0])
+    assert "lacks a field of its network's settings: " in refused(pack(net, BYTES, tmp_path))
 
 
 SCALE = "blocks.0.mlp_scale"
@@ -194,6 +192,6 @@ def test_what_does_not_fit_a_start(place, tmp_path):
         ("INIT_FROM", tmp_path / "none", "must be a run, a checkpoint or an artifact"),
     ]:
         assert fault in place.refused(f"no {name}", **{**start, name: value})
-    other = pack(tmp_path, network(0))[0]  # of another tokenizer
+    other = pack(network(0), BYTES, tmp_path)  # of another tokenizer
     error = place.refused("tokenizer", **{**start, "INIT_FROM": other})
     assert "is not the one of the data" in error and "data/prepare.py TEXTS --tokenizer " in error

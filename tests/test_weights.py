@@ -11,7 +11,7 @@ from test_model import config
 import sample as S
 import train_gpt as T
 import train_sft
-from conftest import BYTES, ROOT, add_noise, environment, refusal, start
+from conftest import BYTES, ROOT, add_noise, environment, pack, refusal, start
 
 IDS = torch.tensor([[1, *range(70, 110)]])
 
@@ -24,15 +24,11 @@ def network(seed, tokenizer=BYTES, **changes):
     return net
 
 
-def save_tokenizer(folder, tokenizer):
+def save(folder, step, net, tokenizer=BYTES):
+    """Return a checkpoint of the run in `folder`, as post-training leaves it."""
     folder.mkdir(exist_ok=True)
     if tokenizer.file != "bytes":
         (folder / tokenizer.file).write_bytes(tokenizer.content)
-
-
-def save(folder, step, net, tokenizer=BYTES):
-    """Return a checkpoint of the run in `folder`, as post-training leaves it."""
-    save_tokenizer(folder, tokenizer)
     identity = {**vars(net.config), "tokenizer_sha256": tokenizer.sha256, "seed": 1}
     meta = {"script": "train_gpt.py", "settings": {}, "step": step, "identity": identity}
     with mock.patch.object(T, "KEEP_CHECKPOINTS", 9):
@@ -40,31 +36,12 @@ def save(folder, step, net, tokenizer=BYTES):
     return folder / f"step_{step:06d}"
 
 
-def pack(folder, net, tokenizer=BYTES):
-    """Return the run's artifact, as train_gpt.py packs it, and the weights that it stands for."""
-    save_tokenizer(folder, tokenizer)
-    values = net.state_dict()
-    coded = T.quantize_all(values, T.quant_table(T.Settings()))
-    about = dict(settings=vars(net.config), tokenizer_sha256=tokenizer.sha256)
-    meta = {"seed": 1, "tokenizer": tokenizer.file}
-    (folder / "model.upar").write_bytes(T.pack_artifact(values, coded, **about, meta=meta))
-    for name, part in coded.items():
-        values[name] = T.dequantize(part.codes, part.scale).view_as(values[name])
-    return folder / "model.upar", values
-
-
 def check(path, state, file):
-    """Check that `path` is a network with this state, from that file; return it.
-
-    It is the same bit for bit, but for small tensors in 16 bits of an artifact.
-    """
+    """Check that `path` is a network with this state, bit for bit, from that file; return it."""
     net, _, taken = S.load_model("ARTIFACT", str(path))
-    assert taken == str(file)
-    assert net.embed.device.type == "cpu" and net.state_dict().keys() == state.keys()
-    for name, w in net.state_dict().items():
-        is_half = file.suffix == ".upar" and T.tensor_class(name, w) == "control"
-        is_half &= name.rpartition(".")[2] not in T.FLOAT32_CONTROLS
-        assert torch.equal(w, state[name].half().float() if is_half else state[name]), name
+    assert taken == str(file) and net.embed.device.type == "cpu"
+    assert net.state_dict().keys() == state.keys()
+    assert all(torch.equal(w, state[name]) for name, w in net.state_dict().items())
     return net
 
 
@@ -89,10 +66,11 @@ def test_a_run_is_its_artifact_or_its_newest_checkpoint(tmp_path):
     ]
     assert splits[0] == splits[1] and any(splits[0].values())  # Muon has its matrices
     check(first, old.state_dict(), first)
-    artifact, values = pack(run, packed)
+    artifact = pack(packed, BYTES, run) / "model.upar"
     moved = shutil.copy(artifact, tmp_path / "elsewhere.upar")
+    _, tensors, _ = T.read_artifact(artifact)
     for path, file in ((run, artifact), (artifact, artifact), (moved, moved)):
-        check(path, values, file)
+        check(path, tensors, file)
     check(second, new.state_dict(), second)  # asked for by name
 
 
@@ -114,7 +92,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, harm):
 
 def test_a_damaged_artifact_is_an_error_though_checkpoints_stand_beside(tmp_path):
     save(tmp_path, 5, network(0))
-    artifact, _ = pack(tmp_path, network(0))
+    artifact = pack(network(0), BYTES, tmp_path) / "model.upar"
     data = artifact.read_bytes()
     byte = data[:900] + bytes([data[900] ^ 1]) + data[901:]
     for damaged in (byte, data[:-1], b"", b"no model\n" * 100):
@@ -132,9 +110,10 @@ def test_the_tokenizer_is_the_one_beside(tmp_path):
     net = network(0, own)
     run, packed = tmp_path / "run", tmp_path / "packed"
     place = save(run, 5, net, own)
-    artifact, values = pack(packed, net, own)
-    check(run, net.state_dict(), place)
-    check(artifact, values, artifact)
+    artifact = pack(net, own, packed) / "model.upar"
+    for path, file in ((run, place), (packed, artifact)):
+        _, tokenizer, taken = S.load_model("ARTIFACT", str(path))
+        assert (tokenizer.sha256, taken) == (own.sha256, str(file))
     # An artifact and a checkpoint know the content of theirs.
     for path, beside in ((run, run), (artifact, packed)):
         for other in wrong:
@@ -149,7 +128,7 @@ def test_the_tokenizer_is_the_one_beside(tmp_path):
 
 def test_what_is_not_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pack(tmp_path, network(0))  # ./model.upar, which an empty setting does not mean
+    pack(network(0), BYTES, tmp_path)  # ./model.upar, which an empty setting does not mean
     for path in ("", "runs/none", tmp_path / "model.upra"):
         assert refused(path) == "no such file; must be a run, a checkpoint or an artifact"
 
