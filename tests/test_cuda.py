@@ -4,7 +4,6 @@ ranks, from plan to score.
 
 import contextlib
 import functools
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -34,9 +33,9 @@ SHAPE = dict(
 )
 
 
-def make(script, settings=None, dtype=None):
+def make(script, dtype=None):
     """Return a network with weights that are not zero, the same for every script."""
-    config = T.model_config(settings or T.Settings(**SHAPE), 300, 1)
+    config = T.model_config(T.Settings(**SHAPE), 300, 1)
     torch.manual_seed(0)
     network = script.GPT(script.GPTConfig(**vars(config)))
     add_noise(network, 0.05)
@@ -44,16 +43,12 @@ def make(script, settings=None, dtype=None):
     return network
 
 
-def batch(rows=3, length=200):
+@functools.cache
+def batch():
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, 300, (rows, length + 1), generator=random)
+    ids = torch.randint(2, 300, (3, 201), generator=random)
     ids[torch.rand(ids.shape, generator=random) < 0.02] = 1
     return ids[:, :-1], ids[:, 1:]
-
-
-def gradients(network):
-    losses = network(*batch())
-    return [losses.detach(), *torch.autograd.grad(losses.mean(), list(network.parameters()))]
 
 
 def test_attention_with_the_strides_of_a_gpu(monkeypatch):
@@ -70,55 +65,34 @@ def test_attention_with_the_strides_of_a_gpu(monkeypatch):
     torch.testing.assert_close(found, T.masked_attention(q, k, v, mask))
 
 
-def test_losses_and_gradients_in_bfloat16_are_those_in_float32():
+def test_gradients_and_a_step_of_muon_in_bfloat16_are_near_those_in_float32():
     """The forced copy takes chunks of 64 and PyTorch's attention with a mask; activations are bfloat16."""
-    wide = make(T, dtype=torch.float32)
-    state = wide.state_dict()
-    expected = gradients(wide)
-    network = make(forced("train_gpt"))
-    network.load_state_dict(state)
-    assert network(batch()[0]).dtype == torch.float32
-    for want, found in zip(expected, gradients(network), strict=True):
-        # Of scales of few channels, rounding errors are as large as what is left of a sum.
-        limit = 0.06 if want.ndim == 2 and min(want.shape) > 16 else 0.3
-        assert 0 < (found - want).norm() < limit * want.norm()
-
-
-def test_fake_quantization_and_muon():
-    """A step of Muon with products in bfloat16, under fake quantization, is near that in float32."""
-    moved = []
-    for script, dtype in ((T, torch.float32), (forced("train_gpt"), torch.bfloat16)):
+    gradients, moves = [], []
+    for script, dtype in ((T, torch.float32), (forced("train_gpt"), None)):
         settings = script.Settings(**SHAPE)
-        network = make(script, settings, dtype)
-        before = {name: param.detach().clone() for name, param in network.named_parameters()}
+        network = make(script, dtype)
+        assert network(batch()[0]).dtype == torch.float32
+        before = [param.detach().clone() for param in network.parameters()]
+        network(*batch()).mean().backward()
+        gradients.append([param.grad.clone() for param in network.parameters()])
+        network.zero_grad()
+        network.dtype = dtype or torch.bfloat16
         runtime = script.Runtime(0, 1, torch.device("cpu"), False)
         optimizers = script.make_optimizers(network, settings, script.HEAD_LR, runtime)
         with script.quantized(network, script.quant_table(settings)):
             network(*batch()).mean().backward()
         norm, _ = script.reduce_gradients(network.parameters(), runtime, 0.3, torch.zeros(1))
         script.step_optimizers(optimizers, 1.0, norm.isfinite())
-        moved.append({name: param - before[name] for name, param in network.named_parameters()})
-    for name, want in moved[0].items():
+        moves.append(
+            [w.detach() - old for w, old in zip(network.parameters(), before, strict=True)]
+        )
+    for want, found in zip(*gradients, strict=True):
+        # Of scales of few channels, rounding errors are as large as what is left of a sum.
+        limit = 0.06 if want.ndim == 2 and min(want.shape) > 16 else 0.3
+        assert 0 < (found - want).norm() < limit * want.norm()
+    for (name, _), want, found in zip(network.named_parameters(), *moves, strict=True):
         if name.split(".")[-1].startswith("w_"):
-            cosine = F.cosine_similarity(want.flatten(), moved[1][name].flatten(), 0)
-            assert cosine > 0.95, name
-
-
-def test_the_artifact(tmp_path):
-    script = forced("train_gpt")
-    settings = script.Settings(**SHAPE)
-    network = make(script, settings)
-    header = {"settings": vars(network.config), "tokenizer_sha256": "0" * 64, "meta": {}}
-    runtime = script.Runtime(0, 1, torch.device("cpu"), False)
-    run = SimpleNamespace(runtime=runtime, settings=settings, log=print)
-    _, data = script.fit_artifact(network, 1.0, 10**6, header, run)
-    (tmp_path / "a.upar").write_bytes(data)
-    header, tensors, _ = script.read_artifact(tmp_path / "a.upar")
-    rebuilt = script.GPT(script.GPTConfig(**header["settings"]))
-    rebuilt.load_state_dict(tensors)
-    with torch.no_grad():
-        before, after = (each(*batch()).mean() for each in (network, rebuilt))
-    assert abs(after - before) < 0.02 * before
+            assert F.cosine_similarity(want.flatten(), found.flatten(), 0) > 0.95, name
 
 
 def test_generation_and_padded_rows():
@@ -148,60 +122,44 @@ def test_generation_and_padded_rows():
     network.features = lambda ids, doc: lengths.append(ids.size(1)) or features(ids, doc=doc)
     for row, prompt in enumerate(prompts):
         ids = torch.tensor([[*prompt, *tokens[row].tolist()]])
-        targets = ids.roll(-1)
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, len(prompt) - 1 : -1] = True
-        whole = SimpleNamespace(ids=ids, doc=torch.zeros_like(ids), targets=targets, mask=mask)
+        doc = torch.zeros_like(ids)
+        whole = SimpleNamespace(ids=ids, doc=doc, targets=ids.roll(-1), mask=mask)
         logps, _ = script.token_logps(network, whole, 1.0)
         step_logps = found[row, :-1].gather(1, tokens[row][:, None])[:, 0]
         assert (logps[0, len(prompt) - 1 : -1] - step_logps).abs().max() < 0.05
     assert lengths == [256, 256]
 
 
-def test_padded_rows_stay_inside_the_context():
+# Context, length of a row, and that to which it is padded.
+LENGTHS = [(100, 90, 100), (2048, 90, 256), (2048, 256, 256), (2048, 257, 512), (100, 257, 257)]
+
+
+@pytest.mark.parametrize(("context", "length", "padded"), LENGTHS)
+def test_padded_rows_stay_inside_the_context(context, length, padded):
     """A longer row, of a judge with a shorter context, is read as it is."""
-    script = forced("train_grpo")
-    config = SimpleNamespace()
     seen = []
-    network = SimpleNamespace(config=config, features=lambda ids, doc: seen.append(ids) or ids)
-    for context, length, padded in (
-        (100, 90, 100),
-        (100, 100, 100),
-        (2048, 90, 256),
-        (2048, 256, 256),
-        (2048, 257, 512),
-        (100, 257, 257),
-    ):
-        config.train_seq_len = context
-        ids = torch.arange(length).repeat(2, 1)
-        batch = SimpleNamespace(ids=ids, doc=torch.zeros_like(ids))
-        assert torch.equal(script.row_features(network, batch), ids)
-        assert seen[-1].shape == (2, padded) and torch.equal(seen[-1][:, :length], ids)
+    network = SimpleNamespace(config=SimpleNamespace(train_seq_len=context))
+    network.features = lambda ids, doc: seen.append(ids.shape) or ids
+    ids = torch.arange(length).repeat(2, 1)
+    batch = SimpleNamespace(ids=ids, doc=torch.zeros_like(ids))
+    assert torch.equal(forced("train_grpo").row_features(network, batch), ids)
+    assert seen == [(2, padded)]
 
 
 # ---------------------------------------------------------------------------------------- eight ranks
-@pytest.fixture(scope="module")
-def place(tmp_path_factory, tiny_data):
-    return Place(tmp_path_factory.mktemp("ranks"), tiny_data, dict(TINY, QAT=0, SAVE_EVERY=0))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("qat", [0, 1])
-def test_eight_ranks_from_plan_to_score(place, qat):
+def test_eight_ranks_from_plan_to_score(tmp_path, tiny_data, qat):
     """QAT=0: averages. QAT=1: its switch. The score is one process's."""
-    score = {}
+    place = Place(tmp_path, tiny_data, dict(TINY, QAT=qat, SAVE_EVERY=0))
+    place.run("1")
+    place.ranks("8", ranks=8)
     for ranks in (1, 8):
-        out = f"{ranks} ranks, qat {qat}"
-        if ranks == 1:
-            place.run(out, QAT=qat)
-        else:
-            place.ranks(out, ranks=8, QAT=qat)
-        result = place.result(out)
-        score[ranks] = result["val_bpb"]
+        result = place.result(str(ranks))
         assert result["world_size"] == ranks and result["steps"] == 30
         assert set(result["phases"]) == {"warmup", "warmdown", "ema", "swa", *["qat"] * qat}
-        log = place.log(out)
-        assert re.search(r"^weights: \w+ chosen$", log, re.M)
         # By the estimate when QAT begins, and at the end.
-        assert len(re.findall(r"^sizes: \d+ bytes, at most", log, re.M)) == 1 + qat
-    assert score[8] == pytest.approx(score[1], rel=2e-3)
+        assert place.log(str(ranks)).count("\nsizes: ") == 1 + qat
+    assert result["val_bpb"] == pytest.approx(place.result("1")["val_bpb"], rel=2e-3)

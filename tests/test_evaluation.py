@@ -1,10 +1,6 @@
-"""Scores: every prediction once and in its context, bytes of the text, ranks and stateful
-evaluation.
-"""
+"""Scores: every prediction once and in its context, bytes of the text, ranks and stateful evaluation."""
 
 import math
-import threading
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,35 +8,31 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import add_noise
+from conftest import BYTES, pack, refusal, small_network
 
 BOS = 1
+ALONE = T.Runtime(0, 1, torch.device("cpu"), False)
 
 
-def runtime(rank=0, world_size=1):
-    return T.Runtime(rank, world_size, torch.device("cpu"), False)
-
-
-def scorer(seq_len, rows, runtime_=None):
-    return T.Scorer(BOS, runtime_ or runtime(), seq_len, rows)
+def scorer(seq_len, rows, runtime=ALONE):
+    return T.Scorer(BOS, runtime, seq_len, rows)
 
 
 def text(tokens, size=1):
     return T.EvalText(np.asarray(tokens), size)
 
 
-def random_tokens(count, seed=0):
-    """A validation stream of `count` tokens: BOS first, later documents at random places."""
-    tokens = np.random.default_rng(seed).integers(4, 260, count)
-    tokens[0] = BOS
-    tokens[5::17] = BOS
-    return tokens
+def documents_of(lengths):
+    """Return a stream of documents of these lengths, BOS included."""
+    rng = np.random.default_rng(0)
+    return np.concatenate([[BOS, *rng.integers(4, 260, length - 1)] for length in lengths])
+
+
+LENGTHS = [30, 1, 64, 65, 2, 150, 7, 1, 17, 40]  # with ones of BOS alone
 
 
 def loss_of(context, target):
-    """The table model's loss: any change of the context's length, content, order or of the target
-    changes it.
-    """
+    """Return the table model's loss: context's length, content and order, and the target change it."""
     mixed = sum((at + 1) * (token + 3) for at, token in enumerate(context))
     return 1.0 + (mixed * 31 + context[-1] * 7 + target * 101) % 9973 / 9973
 
@@ -58,262 +50,75 @@ class TableModel:
         return torch.where(targets >= 0, losses, 0.0)
 
 
-def slow_nats(tokens, seq_len, stride):
-    """Each prediction by itself, its window worked out from its own index."""
-    count, losses = len(tokens) - 1, []
-    for i in range(count):
-        if stride == seq_len:
-            begin = i // seq_len * seq_len
-        elif i < seq_len:
-            begin = 0
-        else:
-            end = min(count, seq_len + ((i - seq_len) // stride + 1) * stride)
-            begin = end - seq_len
-        losses.append(loss_of(tokens[begin : i + 1], tokens[i + 1]))
+def slow_nats(tokens, begins):
+    """Return the nats of each prediction i by itself, whose context begins at begins[i]."""
+    losses = [loss_of(tokens[at : i + 1], tokens[i + 1]) for i, at in enumerate(begins)]
     return math.fsum(losses)
 
 
-def windows(count, seq_len, stride):
-    """The rows (begin, first scored, end) of `count` predictions; where documents begin is nothing
-    to them.
-    """
-    rows = []
-
-    def model(ids, targets):
-        begin, at = ids[0, 0].item() - 4, (targets[0] >= 0).nonzero()[:, 0]  # token n is n + 4
-        assert ids.tolist() == [[begin + 4 + min(i, count - 1 - begin) for i in range(seq_len)]]
-        rows.append((begin, begin + at[0].item(), begin + at[-1].item() + 1))
-        return torch.zeros(targets.shape)
-
-    scorer(seq_len, 1).score(model, text(range(4, count + 5)), 0 if stride == seq_len else stride)
-    return rows
-
-
-@pytest.mark.parametrize("seq_len", [1, 2, 5, 8])
-def test_windows_score_each_prediction_once_in_context(seq_len):
-    for stride in range(1, seq_len + 1):
-        for count in range(1, 30):
-            found = windows(count, seq_len, stride)
-            assert [at for _, first, end in found for at in range(first, end)] == list(range(count))
-            for number, (begin, first, end) in enumerate(found):
-                assert 0 <= begin <= first < end <= count and end - begin <= seq_len
-                if stride == seq_len:
-                    assert (
-                        begin == first == number * seq_len
-                    )  # plain: nothing is seen that is not scored
-                elif number:
-                    assert end - begin == seq_len and end - first <= stride  # full context before
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("seq_len", [1, 2, 5, 16])
+def test_score_is_that_of_a_slow_loop(seq_len, batch):
+    """Windows side by side, and by every stride; whole windows and tails of every kind."""
+    for stride in range(seq_len):
+        for count in (*range(1, 12), 15, 16, 17, 31, 32, 47, 64, 100):
+            tokens, model = documents_of([5, 17, 100])[: count + 1], TableModel()
+            begins = []
+            for i in range(count):
+                if stride and i >= seq_len:
+                    end = seq_len + ((i - seq_len) // stride + 1) * stride
+                    begins.append(min(count, end) - seq_len)
                 else:
-                    assert (begin, first, end) == (0, 0, min(count, seq_len))
-            if stride < seq_len:
-                assert len(found) == 1 + max(0, -(-(count - seq_len) // stride))
-
-
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("stride", [16, 15, 7, 1])
-def test_score_is_that_of_a_slow_loop(stride, batch):
-    for count in (
-        17,
-        32,
-        33,
-        48,
-        49,
-        64,
-        100,
-    ):  # 16, 31 ... predictions: whole windows and tails of every kind
-        tokens, model = random_tokens(count), TableModel()
-        score = scorer(16, batch).score(model, text(tokens, 7), 0 if stride == 16 else stride)
-        assert score.nats == pytest.approx(slow_nats(tokens.tolist(), 16, stride), rel=1e-12)
-        assert (score.tokens, score.bytes) == (count - 1, 7)
-        assert set(model.shapes) == {(batch, 16)}
-        assert len(model.shapes) == -(-len(windows(count - 1, 16, stride)) // batch)
-
-
-@pytest.mark.parametrize("shift", [-1, 0, 1])
-def test_targets_are_the_next_tokens(shift):
-    """The loss is 1 where the target is not the successor that the map names; an offset by one
-    misses them all.
-    """
-    successor = {BOS: 10, **{token: 10 + (token - 10) * 5 % 89 + 1 for token in range(10, 100)}}
-    tokens = [BOS]
-    while len(tokens) < 90:
-        tokens.append(successor[tokens[-1]])
-    table = torch.zeros(264, dtype=torch.long)
-    table[list(successor)] = torch.tensor(list(successor.values()))
-
-    def model(ids, targets):
-        return ((table[ids] + shift != targets) & (targets >= 0)).double()
-
-    for stride in (0, 5):
-        score = scorer(16, 4).score(model, text(tokens), stride)
-        assert score.nats == (89.0 if shift else 0.0)
-
-
-class RanksInThreads(T.Runtime):
-    """A rank of several that are threads of this process; `sum` waits for all of them."""
-
-    def __init__(self, rank, barrier, parts):
-        super().__init__(rank, barrier.parties, torch.device("cpu"), True)
-        self.barrier, self.parts = barrier, parts
-
-    def sum(self, tensor):
-        self.parts.append(tensor.clone())
-        self.barrier.wait(timeout=30)
-        total = sum(self.parts)
-        self.barrier.wait(timeout=30)
-        return tensor.copy_(total)
-
-
-def on_ranks(world_size, score):
-    """What `score` returns on each rank, and what each put into the sum."""
-    barrier, parts, scores = threading.Barrier(world_size), [], {}
-
-    def work(rank):
-        scores[rank] = score(RanksInThreads(rank, barrier, parts))
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert set(scores) == set(range(world_size))
-    return list(scores.values()), parts
-
-
-def documents_of(lengths, seed=0):
-    """A stream of documents of these lengths, BOS included."""
-    rng = np.random.default_rng(seed)
-    return np.concatenate([[BOS, *rng.integers(4, 260, length - 1)] for length in lengths])
-
-
-LENGTHS = [
-    30,
-    1,
-    64,
-    65,
-    2,
-    150,
-    7,
-    1,
-    17,
-    40,
-]  # with pieces of 16 and 64 one of a single token; BOS alone
+                    begins.append(i // seq_len * seq_len)
+            score = scorer(seq_len, batch).score(model, text(tokens, 7), stride)
+            assert score.nats == pytest.approx(slow_nats(tokens.tolist(), begins), rel=1e-12)
+            assert (score.tokens, score.bytes) == (count, 7)
+            windows = 1 + max(0, -(-(count - seq_len) // (stride or seq_len)))
+            assert model.shapes == [(batch, seq_len)] * -(-windows // batch)
 
 
 def test_stateful_score_is_that_of_a_slow_loop_over_documents():
-    """Every prediction once, after all of its document; the BOS after a document is predicted by
-    its last token.
-    """
+    """Every prediction once, after all of its document; the BOS after a document is predicted by its last token."""
     tokens, model = documents_of(LENGTHS), TableModel()
+    begins = np.repeat(np.cumsum([0, *LENGTHS[:-1]]), LENGTHS)[:-1]
     score = T.score_documents(scorer(16, 3), model, text(tokens))
-    starts = [0]
-    expected = []
-    for i in range(len(tokens) - 1):
-        starts += [i] if tokens[i] == BOS and i else []
-        expected.append(loss_of(tokens[starts[-1] : i + 1].tolist(), int(tokens[i + 1])))
-    assert score.nats == pytest.approx(math.fsum(expected), rel=1e-12)
+    assert score.nats == pytest.approx(slow_nats(tokens.tolist(), begins), rel=1e-12)
     assert score.tokens == sum(LENGTHS) - 1
     # The last token has no successor.
     assert [width for _, width in model.shapes] == [*LENGTHS[:-1], LENGTHS[-1] - 1]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 12])
+@pytest.mark.parametrize("world_size", [3, 12])
 @pytest.mark.parametrize("name", ["score", "score_documents"])
-def test_ranks_share_out_windows_and_documents(name, world_size):
-    tokens = documents_of(LENGTHS)
-
-    def score(*rank):
-        one = scorer(64, 2, *rank)
+def test_ranks_share_out_windows_and_documents(name, world_size, monkeypatch):
+    def score(runtime):
+        one = scorer(64, 2, runtime)
         if name == "score":
-            return one.score(TableModel(), text(tokens))
-        return T.score_documents(one, TableModel(), text(tokens))
+            return one.score(TableModel(), text(documents_of(LENGTHS)))
+        return T.score_documents(one, TableModel(), text(documents_of(LENGTHS)))
 
-    scores, parts = on_ranks(world_size, score)
-    alone = score()
-    for found in scores:
-        assert found.tokens == alone.tokens
-        assert found.nats == pytest.approx(alone.nats, rel=1e-13)
-    predictions = [int(count) for _, count in parts]  # how many each rank has scored
+    alone = score(ALONE)
+    total = torch.tensor([alone.nats, alone.tokens], dtype=torch.float64)
+    parts = []  # nats and predictions of each rank
+
+    def add(self, tensor):
+        parts.append(tensor.tolist())
+        return total
+
+    monkeypatch.setattr(T.Runtime, "sum", add)
+    for rank in range(world_size):
+        assert score(T.Runtime(rank, world_size, torch.device("cpu"), True)) == alone
+    assert np.sum(parts, axis=0) == pytest.approx(total.numpy(), rel=1e-13)
     rows = 6 if name == "score" else len(LENGTHS)
-    assert sum(count > 0 for count in predictions) == min(world_size, rows)
-    assert sum(predictions) == len(tokens) - 1
-
-
-def tiny_network():
-    """GDN, sliding window and full attention in float64; no weight is zero, so that every layer
-    matters.
-    """
-    settings = T.Settings(
-        layer_pattern="g s a",
-        model_dim=32,
-        num_heads=2,
-        num_kv_heads=1,
-        attn_window=24,
-        bigram_vocab_size=50,
-    )
-    torch.manual_seed(1)
-    network = T.GPT(T.model_config(settings, 264, BOS)).double()
-    add_noise(network, 0.1)
-    return network
-
-
-def test_stateful_score_is_the_plain_score_of_one_window():
-    """Whatever the pieces, the rows and the ranks: every token sees its document from its first
-    token on.
-    """
-    tokens, network = documents_of(LENGTHS), tiny_network()
-    edges = [*np.flatnonzero(tokens == BOS), len(tokens) - 1]
-    with torch.no_grad():
-        nats = [
-            network(torch.tensor(tokens[None, a:b]), torch.tensor(tokens[None, a + 1 : b + 1]))
-            .sum()
-            .item()
-            for a, b in zip(edges[:-1], edges[1:], strict=True)
-        ]  # document by document, no cache
-    for seq_len, batch in ((7, 4), (16, 3), (64, 1), (64, 16), (150, 4)):
-        score = T.score_documents(scorer(seq_len, batch), network, text(tokens))
-        assert score.nats == pytest.approx(math.fsum(nats), rel=1e-11)
-        assert score.tokens == sum(LENGTHS) - 1
-
-    def on_rank(rank):
-        return T.score_documents(scorer(16, 3, rank), network, text(tokens))
-
-    for score in on_ranks(2, on_rank)[0]:
-        assert score.nats == pytest.approx(math.fsum(nats), rel=1e-11)
-    window = len(tokens) - 1  # one window over the stream; angles of rotary positions are float32
-    assert scorer(window, 1).score(network, text(tokens)).nats == pytest.approx(
-        math.fsum(nats), rel=1e-6
-    )
-    short = scorer(4, 4).score(network, text(tokens)).nats  # less context is another score
-    assert abs(short / math.fsum(nats) - 1) > 1e-3
+    assert sum(count > 0 for _, count in parts) == min(world_size, rows)
 
 
 def test_a_token_that_is_not_scored_once_is_no_score():
     """A plan of windows that leaves tokens out, or has some twice, must not become a number."""
-    tokens = random_tokens(33)
+    tokens = text(documents_of([33]))
     for spans, scored in (([[0, 0, 16]], 16), ([[0, 0, 16], [16, 16, 32], [16, 30, 32]], 34)):
         with pytest.raises(AssertionError, match=f"scored {scored} of 32 predictions"):
-            scorer(16, 2).score_spans(TableModel(), text(tokens), np.array(spans), 2, 16)
-
-
-def packed_run(folder, **changes):
-    """An open run with these settings, and the artifact of `tiny_network` with its codes."""
-    settings = T.Settings(
-        out_dir=str(folder),
-        run_id="a",
-        compile=False,
-        device="cpu",
-        train_seq_len=16,
-        **changes,
-    )
-    run = T.Run(settings, runtime(), None, None, {})
-    run.open()
-    network = tiny_network().float()
-    coded = T.quantize_all(network.state_dict(), T.quant_table(settings))
-    header = dict(settings=asdict(network.config), tokenizer_sha256="", meta={"tokenizer": "bytes"})
-    content = T.pack_artifact(network.state_dict(), coded, **header)
-    (run.folder / "model.upar").write_bytes(content)
-    return run, run.folder / "model.upar"
+            scorer(16, 2).score_spans(TableModel(), tokens, np.array(spans), 2, 16)
 
 
 WAYS = [(0, False, "bfloat16"), (8, True, "float32"), (16, False, "float32")]
@@ -322,54 +127,26 @@ WAYS = [(0, False, "bfloat16"), (8, True, "float32"), (16, False, "float32")]
 @pytest.mark.parametrize(("stride", "stateful", "dtype"), WAYS)
 def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful, dtype):
     """From the file alone, on a CPU in float32. A stride of a window would be the plain score."""
-    tokens = text(documents_of(LENGTHS), 99)
-    run, path = packed_run(tmp_path, eval_stride=stride, eval_stateful=stateful, dtype=dtype)
-    found = T.score_artifact(path, scorer(16, 4), SimpleNamespace(val=tokens), run)
-
-    header, tensors, _ = T.read_artifact(path)
-    network = T.GPT(T.GPTConfig(**header["settings"]))
+    ways = dict(eval_stride=stride, eval_stateful=stateful, dtype=dtype)
+    settings = T.Settings(compile=False, train_seq_len=16, **ways)
+    network = small_network(layers="g s a", tokenizer=BYTES)
+    pack(network, BYTES, tmp_path)
+    _, tensors, _ = T.read_artifact(tmp_path / "model.upar")
     network.load_state_dict(tensors)
-    plain = scorer(16, 4).score(network, tokens)
-    expected = plain.result()
-    lines = [f"from the artifact: val_{plain}"]
+    data = SimpleNamespace(val=text(documents_of(LENGTHS), 99))
+    lines = []
+    run = SimpleNamespace(settings=settings, log=lines.append)
+    own = scorer(16, 4)
+    found = T.score_artifact(tmp_path / "model.upar", own, data, run)
+    expected = own.score(network, data.val).result()
     if stride == 8:
-        sliding = scorer(16, 4).score(network, tokens, stride)
-        expected["val_bpb_sliding"] = sliding.bpb
-        lines.append(f"from the artifact: sliding val_{sliding}")
-    if stride == 16:
-        lines.append("no sliding score: EVAL_STRIDE=16 is not below TRAIN_SEQ_LEN")
+        expected["val_bpb_sliding"] = own.score(network, data.val, 8).bpb
     if stateful:
-        whole = T.score_documents(scorer(16, 4), network, tokens)
-        expected["val_bpb_stateful"] = whole.bpb
-        lines.append(f"from the artifact: stateful val_{whole}")
+        expected["val_bpb_stateful"] = T.score_documents(own, network, data.val).bpb
     assert found == expected
-    assert run.folder.joinpath("log.txt").read_text().splitlines()[-len(lines) :] == lines
+    assert ["EVAL_STRIDE=16" in line for line in lines[1:]] == {0: [], 8: [0, 0], 16: [1]}[stride]
 
 
 def test_whole_documents_want_positions_without_an_end():
-    with pytest.raises(
-        T.UserError, match="EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends"
-    ):
-        T.model_config(T.Settings(eval_stateful=True, positions="learned"), 300, 1)
-
-
-def test_sums_are_float64():
-    """2**24 + 1 is no float32: summed in single precision, small losses beside large ones would be
-    lost.
-    """
-
-    def model(ids, targets):
-        losses = torch.where(torch.arange(targets.size(1)) == 0, 2.0**24, 1.0)
-        return torch.where(targets >= 0, losses, 0.0).float()
-
-    score = scorer(16, 1).score(model, text(random_tokens(65)))
-    assert score.nats == 4 * (2.0**24 + 15)
-
-
-def test_score_closed_forms():
-    score = T.Score(nats=12 * math.log(2), tokens=4, bytes=6)
-    assert score.loss == pytest.approx(3 * math.log(2), rel=1e-15)
-    assert score.bpb == pytest.approx(2.0, rel=1e-15)
-    assert str(score) == "loss:2.0794 bpb:2.0000 nats:8.3 tokens:4 bytes:6"
-    uniform = T.Score(1000 * math.log(256), 1000, 1000)  # bytes, each as likely: 8 bits
-    assert uniform.bpb == pytest.approx(8.0, rel=1e-15)
+    settings = T.Settings(eval_stateful=True, positions="learned")
+    refusal(T.UserError, "EVAL_STATEFUL=1", T.model_config, settings, 300, 1)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_batches
 import torch
 import torch.nn.functional as F
-from reference import CountLaunches
 
 import train_gpt as T
-from conftest import ROOT, add_noise
+from conftest import ROOT, refusal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,41 +29,33 @@ def plain_forms():
 
 # ------------------------------------------------------------------------------ choice and check
 def network(dtype=torch.bfloat16, layers="g s"):
-    config = T.GPTConfig(
-        500, 1, layers, "rms rms", 160, model_dim=128, num_heads=2, num_kv_heads=1, attn_window=16
-    )
+    shape = dict(model_dim=128, num_heads=2, num_kv_heads=1, attn_window=16)
+    config = T.GPTConfig(500, 1, layers, "rms rms", 160, **shape)
     return SimpleNamespace(config=config, dtype=dtype)
 
 
-def choose(monkeypatch, forms, choice="auto", dtype=torch.bfloat16):
-    """Return the log of choose_kernels on a CPU that says it is a GPU, with other faster forms."""
-    for name, form in forms.items():
-        monkeypatch.setattr(T, {"attention": "varlen_attend", "gdn": "fla_gdn"}[name], form)
-    device = SimpleNamespace(type="cuda")
-    monkeypatch.setattr(T, "check_attention", on_cpu(T.check_attention))
-    monkeypatch.setattr(T, "check_gdn", on_cpu(T.check_gdn))
-    lines = []
-    torch.manual_seed(0)
-    T.choose_kernels(choice, network(dtype), T.Runtime(0, 1, device, False), lines.append)
-    return lines
-
-
-@pytest.mark.parametrize("layers, kept", [("g g", ["gdn"]), ("a s", ["attention"])])
-def test_forms_that_no_layer_uses_are_not_checked(monkeypatch, layers, kept):
-    for name in ("check_attention", "check_gdn"):
-        monkeypatch.setattr(T, name, lambda *_: torch.tensor([0.1, 0.1]))
-    runtime = T.Runtime(0, 1, SimpleNamespace(type="cuda"), False)
-    T.choose_kernels("fla" if "g" in layers else "auto", network(layers=layers), runtime, str)
-    assert list(T.FAST) == kept
-    T.FAST.clear()
-
-
-def on_cpu(check):
-    return lambda config, ids, dtype, device: check(config, ids, dtype, torch.device("cpu"))
+def runtime(device):
+    return T.Runtime(0, 1, SimpleNamespace(type=device), False)
 
 
 def right_gdn(*inputs):
     return T.gdn_chunk(*inputs)
+
+
+def choose(monkeypatch, attention=None, gdn=right_gdn, choice="auto", dtype=torch.bfloat16):
+    """Return the log of choose_kernels on a CPU that says it is a GPU, with other faster forms."""
+    monkeypatch.setattr(T, "varlen_attend", attention or varlen_by_loop)
+    monkeypatch.setattr(T, "fla_gdn", gdn)
+    for name in ("check_attention", "check_gdn"):
+        monkeypatch.setattr(T, name, on_cpu(getattr(T, name)))
+    lines = []
+    torch.manual_seed(0)
+    T.choose_kernels(choice, network(dtype), runtime("cuda"), lines.append)
+    return lines
+
+
+def on_cpu(check):
+    return lambda config, ids, dtype, device: check(config, ids, dtype, torch.device("cpu"))
 
 
 class WrongGradient(torch.autograd.Function):
@@ -87,58 +79,48 @@ def nan_gdn(*inputs):
     return (torch.where(o == o.max(), math.nan, o),)
 
 
+def missing_gdn(*inputs):
+    raise ImportError("No module named 'fla'")
+
+
 def short_attend(q, k, v, borders, window):
-    """Windows that are one token too short."""
+    """Attend in windows that are one token too short."""
     return varlen_by_loop(q, k, v, borders, min(window, q.size(2)) - 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_right_forms_are_taken_and_the_log_says_why(monkeypatch, dtype):
-    forms = {"attention": varlen_by_loop, "gdn": right_gdn}
-    lines = choose(monkeypatch, forms, "fla", dtype)
-    assert T.FAST == forms
-    for name, line in zip(forms, lines, strict=True):
-        assert re.fullmatch(rf"kernels: {name} taken: error \S+, of the plain form \S+", line)
+WRONG = [("gdn", wrong_gdn), ("gdn", nan_gdn), ("gdn", missing_gdn), ("attention", short_attend)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "wrong",
-    [{"gdn": wrong_gdn}, {"gdn": nan_gdn}, {"attention": short_attend}],
-    ids=["gradient", "nan", "window"],
-)
-def test_the_form_that_is_wrong_is_named_and_left_out(monkeypatch, dtype, wrong):
-    forms = {"attention": varlen_by_loop, "gdn": right_gdn, **wrong}
-    lines = choose(monkeypatch, forms, dtype=dtype)
-    assert T.FAST.keys() == forms.keys() - wrong.keys()
-    (name,) = wrong
-    (line,) = (line for line in lines if "left out" in line)
-    assert line.startswith(f"kernels: {name} left out: error ")
+def test_forms_that_are_wrong_are_named_and_left_out(monkeypatch, dtype):
+    for line in choose(monkeypatch, choice="fla", dtype=dtype):
+        assert re.fullmatch(r"kernels: \w+ taken: error \S+, of the plain form \S+", line)
+    assert T.FAST == {"attention": varlen_by_loop, "gdn": right_gdn}
+    for name, form in WRONG:
+        with monkeypatch.context() as patch:
+            lines = choose(patch, dtype=dtype, **{name: form})
+        assert T.FAST.keys() == {"attention", "gdn"} - {name}
+        (line,) = (line for line in lines if "left out" in line)
+        assert line.startswith(f"kernels: {name} left out: ")
 
 
-def test_rank_0_decides_for_all_ranks(monkeypatch):
-    monkeypatch.setattr(T.Runtime, "agree", lambda self, good: False)
-    choose(monkeypatch, {"attention": varlen_by_loop, "gdn": right_gdn})
-    assert T.FAST == {}
-
-
-def test_plain_forms_are_not_checked():
+def test_what_is_checked_and_who_decides(monkeypatch):
+    """No form that no layer uses; none that is not asked for; and rank 0 for all ranks."""
     for choice, device in (("plain", "cuda"), ("auto", "cpu")):
-        runtime = T.Runtime(0, 1, SimpleNamespace(type=device), False)
-        T.choose_kernels(choice, network(), runtime, pytest.fail)
+        T.choose_kernels(choice, network(), runtime(device), pytest.fail)
         assert T.FAST == {}
-
-
-def test_fla_that_is_asked_for_and_does_not_run_is_an_error(monkeypatch):
-    def missing(*inputs):
-        raise ImportError("No module named 'fla'")
-
-    lines = choose(monkeypatch, {"attention": varlen_by_loop, "gdn": missing})
-    assert lines[1] == """kernels: gdn left out: ImportError("No module named 'fla'")"""
-    with pytest.raises(T.UserError, match=r"^KERNELS='fla': .*requirements-gpu\.txt"):
-        choose(monkeypatch, {"attention": varlen_by_loop, "gdn": missing}, "fla")
-    with pytest.raises(T.UserError, match="KERNELS='fla'"):
-        T.choose_kernels("fla", network(), T.Runtime(0, 1, torch.device("cpu"), False), print)
+    for device, gdn in (("cpu", right_gdn), ("cuda", missing_gdn)):
+        monkeypatch.setattr(T, "fla_gdn", gdn)
+        call = (T.choose_kernels, "fla", network(), runtime(device), str)
+        refusal(T.UserError, "KERNELS='fla'", *call)
+    for name in ("check_attention", "check_gdn"):
+        monkeypatch.setattr(T, name, lambda *_: torch.tensor([0.1, 0.1]))
+    for layers, kept in (("g g", ["gdn"]), ("a s", ["attention"])):
+        T.choose_kernels("auto", network(layers=layers), runtime("cuda"), str)
+        assert list(T.FAST) == kept
+    monkeypatch.setattr(T.Runtime, "agree", lambda self, good: False)
+    T.choose_kernels("auto", network(), runtime("cuda"), str)
+    assert T.FAST == {}
 
 
 # ----------------------------------------------------------------------------------------- attention
@@ -179,11 +161,14 @@ def varlen():
     T.FAST["attention"] = varlen_by_loop
 
 
-def test_borders_of_documents():
-    T.FAST["attention"] = T.varlen_attend
+def test_borders_of_documents(varlen, tmp_path):
+    """By hand, and those that batches have."""
     ids = torch.tensor([[7, 7, 1, 7], [1, 7, 7, 7], [7, 7, 7, 1]])
     (borders,) = T.document_borders(ids, 1, torch.device("cpu"))
     assert borders.dtype == torch.int32 and borders.tolist() == [0, 2, 4, 8, 11, 12]
+    data = test_batches.make_stream(tmp_path, "a", np.arange(1003) % 9)
+    for ids, _, borders in test_batches.batches(data).micro_batches(0):
+        assert torch.equal(borders, *T.document_borders(ids, 1, torch.device("cpu")))
     T.FAST.clear()
     assert T.document_borders(ids, 1, torch.device("cpu")) == []
 
@@ -193,45 +178,14 @@ def test_attention_by_documents_is_that_by_masks(varlen, window):
     torch.manual_seed(0)
     ids = torch.randint(12, (3, 40))
     doc = (ids == 1).cumsum(1)
-    shapes = ((3, 4, 40, 8), (3, 2, 40, 8), (3, 2, 40, 8))
-    q, k, v = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
-    weights = torch.randn(shapes[0], dtype=torch.float64)
+    qkv = [torch.randn(3, heads, 40, 8).double().requires_grad_() for heads in (4, 2, 2)]
+    weights = torch.randn(3, 4, 40, 8)
     (borders,) = T.document_borders(ids, 1, torch.device("cpu"))
     found = []
-    for o in (T.attend(q, k, v, doc, window), varlen_by_loop(q, k, v, borders, window)):
-        found.append([o, *torch.autograd.grad((o * weights).sum(), (q, k, v))])
+    for o in (T.attend(*qkv, doc, window), varlen_by_loop(*qkv, borders, window)):
+        found.append([o, *torch.autograd.grad((o * weights).sum(), qkv)])
     for masked, varied in zip(*found, strict=True):
         assert (masked - varied).abs().max() < 1e-12
-
-
-def test_batches_and_scores_tell_the_borders(varlen, tiny_data):
-    """Losses of training batches and the score of validation are those by masks."""
-    settings = T.Settings(
-        data_path=str(tiny_data),
-        train_batch_tokens=256,
-        train_seq_len=64,
-        layer_pattern="g s a",
-        model_dim=32,
-        num_heads=2,
-        attn_window=16,
-    )
-    data = T.open_data(settings)
-    tokenizer = data.tokenizer
-    network = T.GPT(T.model_config(settings, tokenizer.vocab_size, tokenizer.bos_id))
-    add_noise(network, 0.1)
-    runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-    scorer = T.Scorer(tokenizer.bos_id, runtime, 64, 4)
-    found = []
-    for forms in ({"attention": varlen_by_loop}, {}):
-        T.FAST.clear()
-        T.FAST.update(forms)
-        (batch,) = T.Batches(data, settings, runtime).micro_batches(0)
-        assert len(batch) == (3 if forms else 2)
-        found.append(
-            (network(*batch), scorer.score(network, T.EvalText(data.val.tokens[:2000], 1)).nats)
-        )
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
-    assert (found[0][0] - found[1][0]).abs().max() < 1e-4
 
 
 SMALL = dict(layer_pattern="g s a", model_dim=64, num_heads=2, attn_window=16)
@@ -254,11 +208,7 @@ def test_the_network_is_one_graph_for_any_number_of_documents(path):
         presets = {"ARCH_MODE": T.ARCH_PRESETS, "OPTIMIZER": T.OPTIMIZER_PRESETS}
         settings = T.load_settings(T.Settings, {"CONFIG": str(path)}, presets=presets)
     network = T.GPT(T.model_config(settings, 300, 1))
-    words = network.config.layers.split()
-    counts = {
-        "_varlen_attn": sum(word[0] in "sSaA" for word in words),
-        "fla_gdn": sum(word[0] in "gG" for word in words),
-    }
+    kinds = [word[0].lower() for word in network.config.layers.split()]
     graphs = []
     torch.compiler.reset()
 
@@ -276,8 +226,8 @@ def test_the_network_is_one_graph_for_any_number_of_documents(path):
             model(ids, ids, *borders)
     (graph,) = graphs
     calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    for name, count in counts.items():
-        assert sum(name in call for call in calls) == count, name
+    assert sum("_varlen_attn" in call for call in calls) == len(kinds) - kinds.count("g")
+    assert sum("fla_gdn" in call for call in calls) == kinds.count("g")
     assert not any("scaled_dot_product" in call or "baddbmm" in call for call in calls)
 
 
@@ -295,40 +245,6 @@ def test_what_fills_a_forward_has_few_documents(varlen):
     T.Scorer(1, runtime, 64, 8).score(model, T.EvalText(tokens, 1))
     fill = [part for at in range(192, 512, 64) for part in (at, at + 50)]
     assert borders == [[0, 50, 64, 128, *fill, 512]]
-
-
-# ------------------------------------------------------------------------------------ launches (GPU)
-@pytest.fixture(scope="module")
-def golf():
-    """Return the settings and the network of golf_8gpu.env, without memory for its weights."""
-    given = T.read_config(ROOT / "configs" / "golf_8gpu.env")
-    presets = {"ARCH_MODE": T.ARCH_PRESETS}
-    settings = T.load_settings(T.Settings, given, (), presets)
-    with torch.device("meta"):
-        network = T.GPT(T.model_config(settings, 8192, 1))
-    network.dtype = torch.bfloat16
-    return settings, network
-
-
-def test_muon_and_fake_quantization_launch_little(golf):
-    """A step had 608 and 672 launches. Every launch of 5 us is a thousandth of such a step."""
-    settings, network = golf
-    with (
-        CountLaunches() as launches,
-        torch.no_grad(),
-        T.quantized(network, T.quant_table(settings)),
-    ):
-        pass
-    assert launches.number <= 150
-    runtime = T.Runtime(0, 8, torch.device("meta"), False)
-    muon, _ = T.make_optimizers(network, settings, T.HEAD_LR, runtime)
-    muon.param_groups[0]["lr"] = torch.zeros((), device="meta")
-    for param in network.parameters():
-        param.grad = torch.zeros_like(param)
-    muon.step()  # makes the buffers
-    with CountLaunches() as launches:
-        muon.step()
-    assert launches.number <= 150
 
 
 # -------------------------------------------------------------------------- Triton, without a GPU

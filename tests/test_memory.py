@@ -1,7 +1,6 @@
 """tools/experiments/memory.py: counted bytes against those that a run allocates, tables."""
 
-import contextlib
-import re
+import itertools
 
 import pytest
 import torch
@@ -57,22 +56,14 @@ def plan(model, script, given):
     return module, memory.network_config(module, published), memory.read_settings(module, given)
 
 
-def peak_of(profiler):
-    """Return the most bytes that the operators of a profile held at a time."""
-    events = [event for event in profiler.profiler.kineto_results.events() if event.nbytes()]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
 def allocated(action):
-    """Return the bytes that PyTorch's allocator gave out for an action, at its peak."""
+    """Return the most bytes that the operators of an action held at a time."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         action()
-    return peak_of(profiler)
+    events = profiler.profiler.kineto_results.events()
+    held = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(held))
 
 
 @cases
@@ -114,52 +105,6 @@ def test_counted_bytes_are_those_that_a_run_allocates(model, script, given):
         assert counted["sampling"] == 0
 
 
-def test_live_bytes_behind_a_forward_are_those_that_are_saved_for_the_backward():
-    module, config, settings = plan("Qwen3.5", "train_sft", "TRAIN_SEQ_LEN=256")
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    def forward(hooks):
-        network = memory.make_network(module, config, settings, torch.float32)
-        ids = torch.zeros(4, 256, dtype=torch.long)
-        with hooks, memory.LiveBytes() as live:
-            features = network.features(ids)
-        return network, features, live.now
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    network, features, _ = forward(hooks)
-    own = {param.untyped_storage()._cdata for param in network.parameters()}
-    own.add(features.untyped_storage()._cdata)
-    size = sum(w.untyped_storage().nbytes() for place, w in saved.items() if place not in own)
-    with memory.fake_tensors():
-        _, features, now = forward(contextlib.nullcontext())
-        assert now - features.nbytes == pytest.approx(size, rel=0.1)
-
-
-def test_cuda_has_its_own_branches_and_they_take_less():
-    module, config, settings = plan("Llama", "train_sft", CASES[0][2])
-    with memory.fake_tensors():
-        plain = memory.count(module, config, settings, 0)
-        with memory.as_on_cuda(module):
-            fast = memory.count(module, config, settings, 0)
-    assert fast["step"] < 0.95 * plain["step"]
-    assert {name: fast[name] for name in memory.PARTS[:5]} == {
-        name: plain[name] for name in memory.PARTS[:5]
-    }
-
-
-def test_efficient_attention_has_the_shapes_of_the_scripts():
-    module, _, _ = plan("Llama", "train_sft", "")
-    with memory.fake_tensors():
-        q, k = torch.empty(2, 6, 8, 16), torch.empty(2, 3, 10, 16)
-        mask = torch.ones(2, 8, 10, dtype=torch.bool)
-        expected = module.masked_attention(q, k, k, mask)
-        assert memory.efficient_attention(q, k, k, mask).shape == expected.shape == q.shape
-
-
 PARAMETERS = {  # of the text models, as their cards and files give them
     "Qwen3.5-0.8B": 752_393_024,
     "Qwen3-0.6B": 596_049_920,
@@ -176,21 +121,3 @@ def test_published_models_have_their_parameters():
             network = module.GPT(memory.network_config(module, published))
         counts[name] = sum(param.numel() for param in network.parameters())
     assert counts == PARAMETERS
-
-
-def test_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(memory, "MODELS", {"tiny": memory.MODELS["Llama-3.2-1B"] | TINY["Llama"]})
-    monkeypatch.setattr(memory, "PLANS", [("train_sft", "TRAIN_SEQ_LEN=256 QAT=0")])
-    monkeypatch.setattr(memory.sys, "argv", ["memory.py"])
-    assert memory.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| script | settings | tiny |"
-    assert re.fullmatch(r"\| train_sft \| TRAIN_SEQ_LEN=256 QAT=0 \| 0\.\d, 0\.\d \|", lines[2])
-    words = "memory.py --model tiny --script train_sft --set QAT=0 LORA_RANK=2 EMA=0 SWA=0"
-    monkeypatch.setattr(memory.sys, "argv", words.split())
-    assert memory.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [cell.strip() for cell in lines[0].split("|")][3:-2] == memory.PARTS
-    assert len(lines) == 3 and lines[2].startswith(
-        "| train_sft | QAT=0 LORA_RANK=2 EMA=0 SWA=0 | 0."
-    )
