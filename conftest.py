@@ -46,21 +46,6 @@ TINY = dict(
 )
 # Constants of a patched script: a log line for each step, and no untimed steps.
 CONSTANTS = "T.LOG_SECONDS = 0.0\nT.WARMUP_STEPS = 0\n"
-# A patch: training seconds by the steps that were begun, 20 to 80 ms each, whatever the machine
-# does.
-TICKS = """
-import time, types
-class Tick:
-    steps = seconds = 0
-def ticking(inner):
-    def forward_backward(*args):
-        Tick.steps += 1
-        Tick.seconds += 0.02 + 0.06 * (0.618 * Tick.steps % 1)
-        return inner(*args)
-    return forward_backward
-T.forward_backward = ticking(T.forward_backward)
-T.time = types.SimpleNamespace(**{**vars(time), "perf_counter": lambda: Tick.seconds})
-"""
 # Settings of a tiny run of the post-training scripts; each takes those that it has.
 POST = dict(
     TRAIN_SEQ_LEN=64,
@@ -80,14 +65,14 @@ POST = dict(
     LEARNING_RATE=0.003,
 )
 # Forks a process for each line of its input: a command line `words`, or T.main() of `script` behind
-# the code of `patch`, which may change functions of T. To import torch takes longer than most runs.
+# the code of `patch`, which calls functions of tests/faults.py. To import torch takes longer than most runs.
 # A line with "poll" asks for the exit code of a process, null while it runs. It ends by os._exit,
 # because Python takes seconds to clear away what a fork shares with its parent.
 SERVER = """
 import atexit, importlib, json, os, runpy, signal, sys, traceback
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 import numpy, sentencepiece, tiktoken, torch, torch._dynamo, torch.profiler
-import train_gpt
+import faults, train_gpt
 
 def leave(call):
     code = 1
@@ -115,7 +100,7 @@ def run_command(words, cwd):
 
 def run_script(T, patch):
     sys.argv = [T.__file__]
-    exec(patch, {"T": T})
+    exec(patch, {**vars(faults), "T": T})
     return T.exit_code(T.main)
 
 for line in sys.stdin:
@@ -330,16 +315,7 @@ def steps_kept(folder):
 
 def stop_at(step):
     """Return a patch that sends the process SIGTERM in data step `step` of any script."""
-    return f"""
-import os, signal, time
-inner = T.Clock.progress
-def progress(self, step):
-    if step == {step}:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.3)
-    return inner(self, step)
-T.Clock.progress = progress
-"""
+    return f"stop(T, {step})\n"
 
 
 def check_result(place, out, script):
@@ -543,12 +519,6 @@ def tiny_data(tmp_path_factory):
 def load_tool(name):
     """Return tools/NAME.py as a module."""
     return load_script(ROOT / "tools" / f"{name}.py")
-
-
-def asked(request, test, parameter):
-    """Return the values of a parameter for which pytest is to run a test: no others are made."""
-    items = [item for item in request.session.items if getattr(item, "originalname", "") == test]
-    return {item.callspec.params[parameter] for item in items}
 
 
 @pytest.fixture(autouse=True)

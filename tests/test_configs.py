@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import ROOT, asked, environment, load_script, start
+from conftest import ROOT, environment, load_script, start, write_lines
 
 NAMES = sorted(path.stem for path in ROOT.glob("configs/*.env"))
 configs = pytest.mark.parametrize("name", NAMES)
@@ -64,37 +64,12 @@ def load(script, path):
     return module, module.load_settings(module.Settings, {"CONFIG": str(path)}, presets=presets)
 
 
-def value_of(text, kind):
-    """The value that a line of a config stands for."""
-    return text == "1" if kind is bool else kind(text)
-
-
-def dead_lines(path, script, folder):
-    """Settings that change nothing: without the line all are the same, or others leave it nothing
-    to do.
-    """
-    head, lines = parts(path)
-    _, settings = load(script, path)
-    dead = []
-    for name in lines:
-        others = [f"{key}={text}\n" for key, text in lines.items() if key != name]
-        (folder / "without.env").write_text("".join(others))
-        _, without = load(script, folder / "without.env")
-        effects = [acts for pattern, acts in EFFECTS if re.fullmatch(pattern, name.lower())]
-        is_idle = not all(acts(settings) for acts in effects)
-        if is_idle or replace(settings, config="") == replace(without, config=""):
-            dead.append(name)
-    return dead
-
-
 @configs
 def test_a_head_says_what_to_run_and_what_to_expect(name):
     path = ROOT / "configs" / f"{name}.env"
     head, _ = parts(path)
     text = " ".join(head)
-    found = commands(head)
-    assert found and {config for config, _, _ in found} == {f"configs/{path.name}"}
-    assert all((ROOT / f"{script}.py").is_file() for _, _, script in found)
+    assert {config for config, _, _ in commands(head)} == {f"configs/{path.name}"}
     assert re.search(r"\b(GPUs?|CPU)\b", text) and re.search(r"\b\d+ (s|steps|minutes)\b", text)
     files = re.findall(r"\b(?:docs|records|configs)/[\w./-]+", text)
     assert [file for file in files if not (ROOT / file.rstrip(".")).exists()] == []
@@ -104,9 +79,18 @@ def test_a_head_says_what_to_run_and_what_to_expect(name):
 
 @configs
 def test_no_line_is_dead(name, tmp_path):
+    """Without the line the settings differ, and the others leave it something to do."""
     path = ROOT / "configs" / f"{name}.env"
-    for _, _, script in commands(parts(path)[0]):
-        assert dead_lines(path, script, tmp_path) == []
+    head, lines = parts(path)
+    for _, _, script in commands(head):
+        _, settings = load(script, path)
+        for line in lines:
+            others = [f"{key}={text}\n" for key, text in lines.items() if key != line]
+            (tmp_path / "without.env").write_text("".join(others))
+            _, without = load(script, tmp_path / "without.env")
+            assert replace(settings, config="") != replace(without, config=""), line
+            effects = [acts for pattern, acts in EFFECTS if re.fullmatch(pattern, line.lower())]
+            assert all(acts(settings) for acts in effects), line
 
 
 @configs
@@ -118,21 +102,19 @@ def test_every_script_that_a_head_names_takes_the_config(name):
     head, lines = parts(path)
     for _, launcher, script in commands(head):
         module, settings = load(script, path)
-        for key, text in lines.items():
-            value = getattr(settings, key.lower())
-            assert value == value_of(text, type(value))
+        assert all(module.setting_text(getattr(settings, key.lower())) for key in lines)
         module.Plan(settings)
-        if script != "train_gpt":
-            continue
-        config = module.model_config(settings, 1024, 1)
-        ranks = int(next(iter(re.findall(r"nproc_per_node=(\d+)", launcher)), 1))
-        assert settings.train_batch_tokens % (ranks * settings.train_seq_len) == 0
-        with torch.device("meta"):
-            count = sum(param.numel() for param in module.GPT(config).parameters())
-        said = re.findall(r"([\d,]+) parameters", " ".join(head))
-        assert [int(each.replace(",", "")) for each in said] in ([], [count])
+        if script == "train_gpt":
+            config = module.model_config(settings, 1024, 1)
+            ranks = int(*re.findall(r"nproc_per_node=(\d+)", launcher) or [1])
+            assert settings.train_batch_tokens % (ranks * settings.train_seq_len) == 0
+            with torch.device("meta"):
+                count = sum(param.numel() for param in module.GPT(config).parameters())
+            said = re.findall(r"([\d,]+) parameters", " ".join(head))
+            assert said in ([], [f"{count:,}"])
 
 
+# ------------------------------------------------------------------------------------------- run.sh
 def run_sh(*patterns):
     """Return the parts of run.sh that regular expressions match, each once."""
     text = (ROOT / "run.sh").read_text(encoding="utf-8")
@@ -152,26 +134,16 @@ def bash(code, folder=ROOT, **variables):
     return done.stdout
 
 
-CPU, ONE_GPU, EIGHT_GPUS = (f"configs/{name}.env" for name in ("cpu", "golf_1gpu", "golf_8gpu"))
-
-
-@pytest.mark.parametrize(
-    ("gpus", "given", "config"),
-    [(0, "", CPU), (1, "", ONE_GPU), (3, "", ONE_GPU), (4, "", EIGHT_GPUS), (8, "x.env", "x.env")],
-)
-def test_run_sh_picks_by_gpus_unless_config_is_given(gpus, given, config):
+@pytest.mark.parametrize("gpus", range(9))
+def test_run_sh_picks_by_gpus_unless_config_is_given(gpus):
     choice = run_sh(r'^  case "\$gpus" in\n.*?^  esac\n')
-    assert bash(f'gpus={gpus}\nCONFIG={given}\n{choice}echo "$CONFIG"') == f"{config}\n"
-    assert given or (ROOT / config).is_file()
+    picked = bash(f'gpus={gpus}\nCONFIG=\n{choice}echo "$CONFIG"').strip()
+    names = ["cpu", *["golf_1gpu"] * 3, *["golf_8gpu"] * 5]
+    assert picked == f"configs/{names[gpus]}.env" and (ROOT / picked).is_file()
+    assert bash(f'gpus={gpus}\nCONFIG=x.env\n{choice}echo "$CONFIG"') == "x.env\n"
 
 
 SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
-
-
-def config_lines(config):
-    """Return what run.sh's read_config makes of a config file."""
-    given = T.read_config(ROOT / config)
-    return "\n".join(map("=".join, given.items()))
 
 
 def test_run_sh_reads_a_config_as_the_scripts_do(tmp_path):
@@ -179,68 +151,56 @@ def test_run_sh_reads_a_config_as_the_scripts_do(tmp_path):
     path.write_text("export OUT_DIR='my runs # 2'  # quoted\r\n# DATA_PATH=x\nCOMPILE = 0\n")
     code = run_sh(r"^read_config\(\) \{.*?^\}\n", SETTING)
     code += "read_config; for name in OUT_DIR DATA_PATH COMPILE; do setting $name; echo; done"
-    given = {"RUN": sys.executable, "CONFIG": str(path)}
-    assert bash(code, **given) == "my runs # 2\n\n\n0\n\n"
+    assert bash(code, RUN=sys.executable, CONFIG=str(path)) == "my runs # 2\n\n\n0\n\n"
 
 
-@pytest.mark.parametrize(
-    ("config", "gpus", "given", "shards"),
-    [
-        (EIGHT_GPUS, 8, {}, 96),  # 600 s at 16 million tokens/s
-        (ONE_GPU, 1, {}, 12),
-        (ONE_GPU, 2, {"MAX_WALLCLOCK_SECONDS": "60.5"}, 3),
-        ("configs/gdn_hybrid.env", 8, {}, 18),  # 2,200 steps of 786,432 tokens
-        ("configs/gdn_hybrid.env", 8, {"ITERATIONS": "100"}, 1),
-    ],
-)
-def test_run_sh_downloads_as_many_tokens_as_the_run_reads(config, gpus, given, shards):
-    code = run_sh(SETTING, PLANNED) + f"planned_shards {gpus}"
-    assert bash(code, CONFIG_LINES=config_lines(config), **given) == str(shards)
+def with_config(code, case, folder=ROOT):
+    """Return what bash prints for a case: a config, the number of GPUs, settings of the environment."""
+    config, gpus, *given = case.split()
+    lines = "\n".join(map("=".join, T.read_config(ROOT / f"configs/{config}.env").items()))
+    variables = dict(word.split("=") for word in given)
+    return bash(code, folder, CONFIG_LINES=lines, gpus=gpus, **variables)
 
 
-@pytest.mark.parametrize(
-    ("config", "gpus", "given", "data"),
-    [
-        (CPU, 0, {}, "embedded"),
-        (EIGHT_GPUS, 8, {}, "fineweb"),  # the config's folder is not there
-        (ONE_GPU, 1, {}, ""),  # it is
-        (EIGHT_GPUS, 8, {"DATA": "embedded"}, "embedded"),
-        (EIGHT_GPUS, 8, {"DATA_PATH": "data/mine", "DATA": "embedded"}, ""),
-        ("configs/grpo.env", 1, {}, "fineweb"),  # it names no folder
-    ],
-)
-def test_run_sh_finds_out_which_data_to_make(tmp_path, config, gpus, given, data):
+def test_run_sh_downloads_as_many_tokens_as_the_run_reads():
+    for case, shards in {
+        "golf_8gpu 8": "96",  # 600 s at 16 million tokens/s
+        "golf_1gpu 1": "12",
+        "golf_1gpu 2 MAX_WALLCLOCK_SECONDS=60.5": "3",
+        "gdn_hybrid 8": "18",  # 2,200 steps of 786,432 tokens
+        "gdn_hybrid 8 ITERATIONS=100": "1",
+    }.items():
+        assert with_config(run_sh(SETTING, PLANNED) + "planned_shards $gpus", case) == shards
+
+
+def test_run_sh_finds_out_which_data_to_make(tmp_path):
     shards = tmp_path / "data/datasets/fineweb10B_sp1024"
     shards.mkdir(parents=True)
     (shards / "manifest.json").touch()
     code = run_sh(SETTING, r'^  path="\$\(setting DATA_PATH\)"\n  \[.*?^  fi\n')
-    code = f'DATA="${{DATA-}}" data="" gpus={gpus}\n{code}echo "$data"'
-    assert bash(code, tmp_path, CONFIG_LINES=config_lines(config), **given) == f"{data}\n"
+    code = f'DATA="${{DATA-}}" data=""\n{code}echo "$data"'
+    for case, made in {
+        "cpu 0": "embedded",
+        "golf_8gpu 8": "fineweb",  # the config's folder is not there
+        "golf_1gpu 1": "",  # it is
+        "golf_8gpu 8 DATA=embedded": "embedded",
+        "golf_8gpu 8 DATA_PATH=data/mine DATA=embedded": "",
+        "grpo 1": "fineweb",  # it names no folder
+    }.items():
+        assert with_config(code, case, tmp_path) == f"{made}\n", case
 
 
 # ---------------------------------------------------------------------------------------- tiny runs
-SHORT = dict(DEVICE="cpu", ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0)
-SCORES = dict(**SHORT, EVAL_PROMPTS=8)
-ROLLOUT = dict(
-    **SCORES, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=10, INIT_FROM="start"
-)
+SHORT = dict(DEVICE="cpu", ITERATIONS=8, MAX_WALLCLOCK_SECONDS=0, SAVE_EVERY=0, EVAL_PROMPTS=8)
+ROLLOUT = dict(SHORT, PROMPTS_PER_STEP=4, GROUP_SIZE=4, MINI_BATCHES=2, MAX_NEW_TOKENS=10)
+NETWORK = dict(MODEL_DIM=32, NUM_HEADS=2, NUM_KV_HEADS=1, COMPILE=0, EVAL_STRIDE=0)
 SIZES = {
-    "train_gpt": dict(
-        **SHORT,
-        MODEL_DIM=32,
-        NUM_HEADS=2,
-        COMPILE=0,
-        NUM_KV_HEADS=1,
-        TRAIN_SEQ_LEN=32,
-        TRAIN_BATCH_TOKENS=256,
-        EVAL_STRIDE=0,
-    ),
-    "train_sft": dict(**SCORES, TRAIN_SEQ_LEN=64, TRAIN_BATCH_TOKENS=256),
-    "train_dpo": dict(**SCORES, PAIRS_PER_STEP=8, INIT_FROM="start"),
-    "train_ppo": ROLLOUT,
-    "train_grpo": ROLLOUT,
-    "train_gspo": ROLLOUT,
+    "train_gpt": dict(SHORT, **NETWORK, TRAIN_SEQ_LEN=32, TRAIN_BATCH_TOKENS=256),
+    "train_sft": dict(SHORT, TRAIN_SEQ_LEN=64, TRAIN_BATCH_TOKENS=256),
+    "train_dpo": dict(SHORT, PAIRS_PER_STEP=8, INIT_FROM="start"),
+    **dict.fromkeys(["train_ppo", "train_grpo", "train_gspo"], dict(ROLLOUT, INIT_FROM="start")),
 }
+del SIZES["train_gpt"]["EVAL_PROMPTS"]
 # Of those that a config sets.
 SMALLER = dict(WARMDOWN_ITERS=2, BIGRAM_VOCAB_SIZE=64)
 # One process: importing torch for each config would take longer than the runs.
@@ -267,27 +227,32 @@ def tiny_settings(name):
     return script, SIZES[script] | smaller
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def write_files_of_users(data):
     """Write small files under the names that the configs of published models have."""
     (data / "tasks.py").symlink_to(ROOT / "data" / "tasks.py")
-    stories = load_script(ROOT / "data" / "tasks.py").make_problems("story", 100, 0)
-    rows = [{"question": question, "answer": answer} for question, answer in stories]
-    write_rows(data / "gsm8k" / "train.jsonl", rows)
-    problems = load_script(ROOT / "data" / "tasks.py").make_problems("sort", 100, 0)
+    (data / "gsm8k").mkdir()
+    tasks = load_script(ROOT / "data" / "tasks.py")
+    rows = [{"question": q, "answer": a} for q, a in tasks.make_problems("story", 100, 0)]
+    write_lines(data / "gsm8k" / "train.jsonl", rows)
     conversations = []
     pairs = []
-    for prompt, answer in problems:
+    for prompt, answer in tasks.make_problems("sort", 100, 0):
         question = {"role": "user", "content": prompt}
         right, wrong = ({"role": "assistant", "content": text} for text in (answer, prompt + "0"))
         conversations.append({"messages": [question, right]})
         pairs.append({"chosen": [question, right], "rejected": [question, wrong]})
-    write_rows(data / "conversations.jsonl", conversations)
-    write_rows(data / "hh_rlhf.jsonl", pairs)
+    write_lines(data / "conversations.jsonl", conversations)
+    write_lines(data / "hh_rlhf.jsonl", pairs)
+
+
+def asked(request):
+    """Return the configs for which pytest is to run the test below: no others are made."""
+    items = [
+        item
+        for item in request.session.items
+        if getattr(item, "originalname", "") == "test_a_tiny_run"
+    ]
+    return {item.callspec.params["name"] for item in items}
 
 
 @pytest.fixture(scope="session")
@@ -302,10 +267,9 @@ def runs(tmp_path_factory, tiny_data, request):
     (folder / "docs").symlink_to(ROOT / "docs")  # where the examples of environments are
     (folder / "runs").mkdir()
     (folder / "runs" / "qwen").symlink_to(folder / "start")
-    orders = [
-        ("start", "train_sft", environment(**SIZES["train_sft"], OUT_DIR=".", RUN_ID="start"))
-    ]
-    for name in sorted(asked(request, "test_a_tiny_run", "name")):
+    own = environment(**SIZES["train_sft"], OUT_DIR=".", RUN_ID="start")
+    orders = [("start", "train_sft", own)]
+    for name in sorted(asked(request)):
         script, sizes = tiny_settings(name)
         paths = {"CONFIG": ROOT / "configs" / f"{name}.env", "OUT_DIR": ".", "RUN_ID": name}
         if script == "train_gpt":
@@ -322,25 +286,22 @@ def test_a_tiny_run(runs, name):
     """It learns, packs and scores, by the settings of the config but for the sizes."""
     place, done = runs
     assert f"exit {name} 0\n" in done.stdout, done.stdout[-1000:] + done.stderr[-3000:]
-    path, folder = ROOT / "configs" / f"{name}.env", place / name
+    path = ROOT / "configs" / f"{name}.env"
     script, sizes = tiny_settings(name)
     module, settings = load(script, path)
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((place / name / "result.json").read_text())
     assert (result["script"], result["steps"]) == (f"{script}.py", 8)
-    assert result["settings"]["config"] == str(path)
-    left = {key.lower() for key in parts(path)[1]} - {key.lower() for key in sizes} - {"data_path"}
-    assert all(result["settings"][key] == getattr(settings, key) for key in left)
+    expected = {key.lower(): getattr(settings, key.lower()) for key in {*parts(path)[1]} - {*sizes}}
+    expected.pop("data_path", None)
+    assert result["settings"].items() >= {**expected, "config": str(path)}.items()
     assert all(phase["steps"] for phase in result["phases"].values())
-    header, tensors, _ = module.read_artifact(folder / "model.upar")
-    assert header["settings"]["model_dim"] == (32 if script == "train_gpt" else 64)
+    _, tensors, _ = module.read_artifact(place / name / "model.upar")
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     if script != "train_gpt":
         assert {"before", "after", "gain"} <= set(result)
         return
-    log = (folder / "log.txt").read_text()
-    losses = re.findall(r"^step:\d+/8 train_loss:(\S+)", log, re.M)
-    losses = [*map(float, losses)]  # the first five steps have a line each
-    assert len(losses) >= 5 and losses[-1] < losses[0]
-    assert losses[0] == pytest.approx(math.log(400), abs=0.1)
+    lines = (place / name / "metrics.jsonl").read_text().splitlines()
+    losses = [row["train_loss"] for row in map(json.loads, lines) if "train_loss" in row]
+    assert len(losses) == 8 and losses[-1] < losses[0] == pytest.approx(math.log(400), abs=0.1)
     before = result["before_quantization"]["val_bpb"]
     assert result["val_bpb"] == pytest.approx(before, rel=0.03)

@@ -33,9 +33,8 @@ class Server(http.server.ThreadingHTTPServer):
         self.damage = {}  # path -> answers whose last byte is wrong
         self.fail = {}  # path -> status codes of the next answers
         self.slow = {}  # path -> seconds before each of the next answers' bodies
-        self.linked = (
-            False  # whether it answers as the hub does, by a redirect that names the SHA-256
-        )
+        # whether it answers as the hub does, by a redirect that names the SHA-256
+        self.linked = False
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -84,9 +83,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return train_model(
-        tmp_path_factory.mktemp("model") / "m.model", add_dummy_prefix=True
-    ).read_bytes()
+    path = tmp_path_factory.mktemp("model") / "m.model"
+    return train_model(path, add_dummy_prefix=True).read_bytes()
 
 
 DATASET = "/datasets/fineweb10B_sp1024"
@@ -140,13 +138,10 @@ def test_command_downloads_and_writes_the_manifest(server, tmp_path):
     words = ["--train-shards", 2, "--out", out, "--base-url", server.url + "/"]
     done = start([SCRIPT, *words], environment())
     assert done.returncode == 0, done.stderr
-    head = f"4 files into {out}; 4 to fetch, 0.8 GB\nfetched tokenizer.model ("
-    assert done.stdout.startswith(head)
+    assert "; 4 to fetch, 0.8 GB\n" in done.stdout
     manifest = data.load_manifest(out)
     assert manifest["published"] and manifest["tokenizer"]["file"] == "tokenizer.model"
     assert [shard["tokens"] for shard in manifest["train"]["shards"]] == [3002, 3003]
-    content = server.files[f"{DATASET}/fineweb_val_000000.bin"]
-    assert manifest["val"]["shards"][0]["sha256"] == hashlib.sha256(content).hexdigest()
     data.check_dataset(out, manifest)
     again = start([SCRIPT, *words], environment())
     assert again.returncode == 0 and "; 0 to fetch" in again.stdout
@@ -162,37 +157,32 @@ def test_dropped_connections_are_resumed_by_range(server, tmp_path):
     assert ranges_of(server, name) == [""] + [f"bytes={at}-" for at in range(1000, size, 1000)]
 
 
-@pytest.mark.parametrize("rest", ["begin", b"?" * 1500, b"?" * 100_000])
-def test_an_interrupted_command_goes_on(rest, server, tmp_path):
+def test_an_interrupted_command_goes_on(server, tmp_path):
     """A rest of another file, shorter or longer, is fetched again."""
     name = "fineweb_val_000000.bin"
-    (tmp_path / "out").mkdir()
-    content = server.files[f"{DATASET}/{name}"][:2000] if rest == "begin" else rest
-    (tmp_path / "out" / f"{name}.part").write_bytes(content)
-    fetch_all(server, tmp_path / "out")
-    assert arrived(server, tmp_path / "out")
-    assert ranges_of(server, name)[-1] == ("bytes=2000-" if rest == "begin" else "")
+    begin = server.files[f"{DATASET}/{name}"][:2000]
+    for rest, wanted in ((begin, "bytes=2000-"), (b"?" * 1500, ""), (b"?" * 100_000, "")):
+        out = tmp_path / f"out {len(rest)}"
+        out.mkdir()
+        (out / f"{name}.part").write_bytes(rest)
+        fetch_all(server, out)
+        assert arrived(server, out) and ranges_of(server, name)[-1] == wanted
 
 
-def test_sha256_of_the_server_is_checked(server, tmp_path):
+def test_what_arrives_is_checked(server, tmp_path):
+    """By the server's SHA-256, or by the shard's header: truncated there, the size agrees."""
     server.linked = True
     name = f"{DATASET}/fineweb_train_000000.bin"
     server.damage[name] = 1
     fetch_all(server, tmp_path / "out")
     assert arrived(server, tmp_path / "out") and ranges_of(server, name) == ["", ""]
     server.damage[name] = 2
-    message = r"train_000000\.bin: arrived damaged twice: its SHA-256 is not"
-    refuses(message, fetch_all, server, tmp_path / "other")
+    refuses(r"train_000000\.bin: .*SHA-256", fetch_all, server, tmp_path / "other")
     assert not (tmp_path / "other" / "fineweb_train_000000.bin").exists()
-
-
-def test_shard_header_is_checked(server, tmp_path):
-    """Truncated at the server: the size of the answer agrees, the shard's header does not."""
-    name = f"{DATASET}/fineweb_val_000000.bin"
-    for content, fault in ((server.files[name][:-2], ".* truncated, "), (b"", "0 bytes;")):
+    server.linked = False
+    for content in (server.files[name][:-2], b""):
         server.files[name] = content
-        message = rf"val_000000\.bin: arrived damaged twice: {fault}"
-        refuses(message, fetch_all, server, tmp_path / "out")
+        refuses(r"train_000000\.bin: .*damaged", fetch_all, server, tmp_path / "other")
 
 
 def test_server_errors_are_retried_and_missing_files_are_not(server, tmp_path):
@@ -201,12 +191,10 @@ def test_server_errors_are_retried_and_missing_files_are_not(server, tmp_path):
     fetch_all(server, out)
     assert arrived(server, out)
     del server.files[f"{DATASET}/fineweb_train_000002.bin"]
-    message = r"train_000002\.bin: the server answers 404"
-    refuses(message, fetch_all, server, out, 3)
+    refuses(r"train_000002\.bin: .* 404", fetch_all, server, out, 3)
     assert len(ranges_of(server, "000002.bin")) == 1
     server.fail["/manifest.json"] = [503] * 20
-    message = r"cannot reach 127\.0\.0\.1:\d+ \(Service Unavailable\)"
-    refuses(message, fetch_all, server, out)
+    refuses(r"cannot reach 127\.0\.0\.1:\d+", fetch_all, server, out)
     assert len(server.fail["/manifest.json"]) == 20 - download.TRIES
 
 
@@ -225,45 +213,35 @@ def described(folder, tokenizer):
 
 def test_manifest_of_published_shards(tmp_path, capsys):
     tokenizer = download.load_tokenizer("bytes")
-    texts = {
-        "train": [f"training text {i} " * 3 for i in range(20)],
-        "val": [f"validation {i} é" * 4 for i in range(6)],
-    }
-    texts["train"][7] = texts["val"][2]  # overlaps, and is cut by a shard border below
-    texts["train"][11] = texts["val"][4] = texts["val"][0]
-    streams = {split: tokenized(tokenizer, parts) for split, parts in texts.items()}
-    border = len(tokenized(tokenizer, texts["train"][:7]))
-    parts = np.split(streams["train"], (border + 3, border + 8, border + 60))
+    train = [f"training text {i} " * 3 for i in range(20)]
+    val = [f"validation {i} é" * 4 for i in range(6)]
+    train[7] = val[2]  # overlaps, and is cut by a shard border below
+    train[11] = val[4] = val[0]
+    border = len(tokenized(tokenizer, train[:7]))
+    stream = tokenized(tokenizer, train)
+    parts = np.split(stream, (border + 3, border + 8, border + 60))
     paths = [tmp_path / f"fineweb_train_{i:06d}.bin" for i in range(4)]
-    for path, part in zip(paths, parts, strict=True):
+    paths.append(tmp_path / "fineweb_val_000000.bin")
+    for path, part in zip(paths, [*parts, np.array(tokenized(tokenizer, val))], strict=True):
         write_shard(path, part)
-    val = tmp_path / "fineweb_val_000000.bin"
-    write_shard(val, np.array(streams["val"]))
     manifest = described(tmp_path, "bytes")
-    assert manifest["overlap_documents"] == 3  # val[0], its repeat val[4], and val[2]
+    facts = dict(overlap_documents=3, published=True, name="fineweb")  # val[0], again, and val[2]
+    assert manifest.items() >= facts.items()
     assert "also stand in training: 3" in capsys.readouterr().out
-    for split, documents in texts.items():
-        facts = {
-            "documents": len(documents),
-            "tokens": len(streams[split]),
-            "decoded_bytes": sum(len(text.encode()) for text in documents),
-            "source_bytes": None,
-        }
-        assert manifest[split].items() >= facts.items()
-    assert manifest["published"] and manifest["name"] == "fineweb"
+    size = sum(len(text.encode()) for text in train)
+    facts = dict(documents=20, tokens=len(stream), decoded_bytes=size, source_bytes=None)
+    assert manifest["train"].items() >= facts.items()
     download.check_dataset(tmp_path, manifest)  # hashes, too
 
     write_shard(tmp_path / "other_train_000000.bin", np.array([1, 5]))
-    refuses(r"shards of several data sets \(fineweb, other\)", described, tmp_path, "bytes")
+    refuses(r"\(fineweb, other\)", described, tmp_path, "bytes")
     (tmp_path / "other_train_000000.bin").unlink()
     write_shard(paths[0], np.array([1, 300]))
-    message = "token 300, expected ids below 264; another tokenizer"
-    refuses(message, described, tmp_path, "bytes")
+    refuses("token 300, .* 264", described, tmp_path, "bytes")
     write_shard(paths[0], np.array([5, 6, 1, 5]))  # llm.c's: inside a document
     assert described(tmp_path, "bytes")["train"]["shards"][0]["tokens"] == 4
-    write_shard(val, np.array([5, 6]))
-    message = r"validation begins with token 5, expected BOS \(1\)"
-    refuses(message, described, tmp_path, "bytes")
+    write_shard(paths[-1], np.array([5, 6]))
+    refuses("validation begins with token 5", described, tmp_path, "bytes")
     refuses(r"no \*_train_\*\.bin shard", described, tmp_path / "none", "bytes")
 
 
@@ -277,45 +255,39 @@ def test_decoded_bytes_across_pieces_and_shards(tmp_path, monkeypatch):
     write_shard(tmp_path / "x_val_000000.bin", stream)
     monkeypatch.setattr(download, "READ_TOKENS", 7)
     manifest = described(tmp_path, model)
-    expected = sum(len(processor.decode(ids).encode("utf-8")) for ids in encoded)
+    expected = sum(len(processor.decode(ids).encode()) for ids in encoded)
     assert manifest["train"]["decoded_bytes"] == manifest["val"]["decoded_bytes"] == expected
-    assert manifest["train"]["documents"] == manifest["overlap_documents"] == 3 * len(HARD_TEXTS)
-    assert manifest["tokenizer"]["file"] == "tokenizer.model"
+    assert manifest["train"]["documents"] == manifest["overlap_documents"] == len(encoded)
     assert (tmp_path / "tokenizer.model").read_bytes() == model.read_bytes()
 
 
-REQUESTS = [
-    ("--manifest .", "--manifest DIR and --tokenizer PATH go together"),
-    ("--tokenizer bytes", "--manifest DIR and --tokenizer PATH go together"),
-    ("--variant sp999", "--variant sp999: expected one of sp1024"),
-    ("--train-shards 0", "--train-shards 0: expected 1 or more"),
-    ("--train-shards 4", "--train-shards 4: sp1024 has 3"),
-    ("--variant gpt2 --tokenizer bytes --train-shards 104", "--train-shards 104: gpt2 has 103"),
-    ("--variant gpt2 --tokenizer none.model", r"tokenizer .*none\.model: .*No such file"),
-    ("--train-shards 1", "10 bytes free, up to 600,003,072 needed; fewer --train-shards"),
-]
+REQUESTS = {
+    "--manifest .": "--manifest .*--tokenizer",
+    "--tokenizer bytes": "--manifest .*--tokenizer",
+    "--variant sp999": "--variant sp999",
+    "--train-shards 0": "--train-shards 0",
+    "--train-shards 4": "--train-shards 4: .* 3",
+    "--variant gpt2 --tokenizer bytes --train-shards 104": "--train-shards 104: .* 103",
+    "--variant gpt2 --tokenizer none.model": r"tokenizer .*none\.model",
+    "--train-shards 1": "10 bytes free, up to 600,003,072 needed",
+}
 
 
-@pytest.mark.parametrize(("words", "message"), REQUESTS)
-def test_bad_requests(server, tmp_path, monkeypatch, words, message):
+def test_bad_requests(server, tmp_path, monkeypatch):
     monkeypatch.setattr(download.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    words = [*words.split(), "--base-url", server.url, "--out", str(tmp_path / "out")]
-    refuses(message, download.run, words)
+    for words, message in REQUESTS.items():
+        given = [*words.split(), "--base-url", server.url, "--out", str(tmp_path / "out")]
+        refuses(message, download.run, given)
 
 
 def test_bad_servers(server, tmp_path, monkeypatch):
-    for content, message in (
-        (b"<html>", "JSONDecodeError"),
-        (b"{}", "does not describe fineweb10B_sp1024"),
-        (b'{"datasets": [{"name": "fineweb10B_sp1024"}]}', "KeyError"),
-        (b"[]", "TypeError"),
-    ):
+    for content in (b"<html>", b"{}", b'{"datasets": [{"name": "fineweb10B_sp1024"}]}', b"[]"):
         server.files["/manifest.json"] = content
-        refuses(message, fetch_all, server, tmp_path / "out")
+        refuses("manifest.json|fineweb10B_sp1024", fetch_all, server, tmp_path / "out")
     monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.05)
     path = f"{DATASET}/fineweb_val_000000.bin"
     server.slow[path] = [30.0] * 20
-    message = r"^cannot reach 127\.0\.0\.1:\d+ \(timed out\); .* kept$"
+    message = r"^cannot reach 127\.0\.0\.1:\d+ \(timed out\)"
     refuses(message, download.fetch, server.url + path, tmp_path / "a.bin")
 
 
@@ -330,12 +302,7 @@ def test_gpt2_shards_and_their_tokenizer(server, tmp_path, monkeypatch):
         server.files[f"/fineweb_{name}.bin"] = (tmp_path / "shard").read_bytes()
     words = f"--variant gpt2 --train-shards 2 --out {out} --tokenizer {ranks}".split()
     download.run([*words, "--base-url", server.url])
-    names = [
-        ranks.name,
-        "manifest.json",
-        "token_bytes.bin",
-        *(path[1:] for path in server.files),
-    ]
+    names = [ranks.name, "manifest.json", "token_bytes.bin", *(path[1:] for path in server.files)]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     manifest = data.load_manifest(out)
     assert manifest["published"] and manifest["overlap_documents"] == 2

@@ -5,16 +5,14 @@ nothing.
 import json
 import os
 import re
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 import train_gpt as T
-from conftest import environment, load_tool
+from conftest import ROOT, environment, load_tool
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(
     path
     for path in ROOT.glob("configs/*.env")
@@ -22,15 +20,8 @@ CONFIGS = sorted(
 )
 EVERYDAY = {"cpu": (), "golf_8gpu": ()}
 PATHS = [pytest.param(path, marks=EVERYDAY.get(path.stem, pytest.mark.full)) for path in CONFIGS]
-SMALL = dict(
-    MODEL_DIM=32,
-    NUM_HEADS=2,
-    NUM_KV_HEADS=1,
-    TRAIN_SEQ_LEN=64,
-    ATTN_WINDOW=16,
-    VOCAB_SIZE=48,
-    TRAIN_BATCH_TOKENS=1024,
-)
+SMALL = dict(MODEL_DIM=32, NUM_HEADS=2, NUM_KV_HEADS=1, TRAIN_SEQ_LEN=64, ATTN_WINDOW=16)
+SMALL |= dict(VOCAB_SIZE=48, TRAIN_BATCH_TOKENS=1024)
 PHASES = {"warmup", "warmdown", "ema", "swa", "qat"}
 PRESETS = {"ARCH_MODE": T.ARCH_PRESETS, "OPTIMIZER": T.OPTIMIZER_PRESETS}
 bench, tool = load_tool("bench"), load_tool("plan")
@@ -92,28 +83,17 @@ def test_every_pretraining_config_has_a_plan(plan, path, tmp_path):
     assert parts(found["estimated bytes, at most 16,000,000 allowed"])[1]["code"] == own
 
 
-# Artifacts of this shape after so many steps of 2,048 tokens (docs/lab/2026-11.md, 2026-11-22, "A
-# dry run's bytes").
-SHAPE = dict(
-    LAYER_PATTERN="g s g s",
-    MODEL_DIM=128,
-    NUM_HEADS=4,
-    NUM_KV_HEADS=2,
-    TRAIN_SEQ_LEN=256,
-    ATTN_WINDOW=256,
-    TRAIN_BATCH_TOKENS=2048,
-)
+# An artifact of this shape after 609 steps of 2,048 tokens (docs/lab/2026-11.md, 2026-11-22, "A dry
+# run's bytes").
+SHAPE = dict(LAYER_PATTERN="g s g s", MODEL_DIM=128, NUM_HEADS=4, NUM_KV_HEADS=2, ATTN_WINDOW=256)
+SHAPE |= dict(TRAIN_SEQ_LEN=256, TRAIN_BATCH_TOKENS=2048)
 
 
-@pytest.mark.parametrize(
-    ("steps", "size", "matrix", "embedding"),
-    [(609, 433_604, 322_648, 93_301), (1800, 430_434, 320_600, 91_447)],
-)
-def test_bytes_are_those_of_artifacts(plan, steps, size, matrix, embedding):
+def test_bytes_are_those_of_an_artifact(plan):
     _, found = parts(plan(**SHAPE)["estimated bytes, at most 16,000,000 allowed"])
-    assert sum(found.values()) - found["code"] == pytest.approx(size, rel=0.01)
-    assert found["matrix"] == pytest.approx(matrix, rel=0.02)
-    assert found["embedding"] == pytest.approx(embedding, rel=0.03)
+    assert sum(found.values()) - found["code"] == pytest.approx(433_604, rel=0.01)
+    assert found["matrix"] == pytest.approx(322_648, rel=0.02)
+    assert found["embedding"] == pytest.approx(93_301, rel=0.03)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "lion", "adamw8bit"])
@@ -121,13 +101,7 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
     """State of a step of the real optimizer; weights, gradients, two averages and masters are 4
     bytes a parameter.
     """
-    changes = {
-        **SMALL,
-        "LAYER_PATTERN": "g s",
-        "OPTIMIZER": optimizer,
-        "MODEL_DIM": 128,
-        "VOCAB_SIZE": 256,
-    }
+    changes = SMALL | dict(LAYER_PATTERN="g s", OPTIMIZER=optimizer, MODEL_DIM=128, VOCAB_SIZE=256)
     found = plan(**changes)
     total, memory = parts(found["memory a rank, bytes, without activations"])
     settings = T.load_settings(T.Settings, {name: str(value) for name, value in changes.items()})
@@ -141,10 +115,8 @@ def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
     held = sum(tensor.nbytes for state in states for tensor in state.values())
     assert memory["optimizer"] == pytest.approx(held, rel=0.03)
     assert total - memory["optimizer"] == 5 * 4 * parts(found["parameters"])[0]
-    _, without = parts(
-        plan(**changes, EMA=0, SWA=0, QAT=0)["memory a rank, bytes, without activations"]
-    )
-    assert sum(without.values()) == total - 3 * 4 * parts(found["parameters"])[0]
+    plain = plan(**changes, EMA=0, SWA=0, QAT=0)["memory a rank, bytes, without activations"]
+    assert parts(plain)[0] == total - 3 * 4 * parts(found["parameters"])[0]
 
 
 def test_seconds_steps_and_tokens(plan):
@@ -165,30 +137,19 @@ def test_seconds_steps_and_tokens(plan):
     found = plan(**SMALL, **clock, ITERATIONS=1000)
     assert found[key] == "1,000 steps, 1,024,000 tokens"
     found = plan(**SMALL, NUM_LAYERS=2, MAX_WALLCLOCK_SECONDS=0, ITERATIONS=1000)
-    assert (
-        found["warmdown"] == "500.0 to 1,000.0 steps"
-        and found[key] == "1,000 steps, 1,024,000 tokens"
-    )
+    assert found["warmdown"] == "500.0 to 1,000.0 steps"
+    assert found[key] == "1,000 steps, 1,024,000 tokens"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"TRAIN_BATCH_TOKENS": 1000}, "TRAIN_BATCH_TOKENS=1000: must be a multiple of"),
-        (
-            {"WORLD_SIZE": 3},
-            "TRAIN_BATCH_TOKENS=1024: must be a multiple of TRAIN_SEQ_LEN x ranks = 192",
-        ),
-        (
-            {"MAX_WALLCLOCK_SECONDS": 9},
-            "RESERVE_SECONDS=12.0: must be below MAX_WALLCLOCK_SECONDS=9.0",
-        ),
-        ({"NUM_LAYER": 4}, "did you mean NUM_LAYERS?"),
-        ({"DATA_PATH": "."}, "DATA_PATH must be a folder that "),
-    ],
-)
-def test_what_would_stop_a_run_stops_its_plan(plan, changes, said):
-    assert said in plan(code=2, **{**SMALL, **changes})["error"]
+def test_what_would_stop_a_run_stops_its_plan(plan):
+    for changes, said in (
+        ({"TRAIN_BATCH_TOKENS": 1000}, "TRAIN_BATCH_TOKENS=1000"),
+        ({"WORLD_SIZE": 3}, "TRAIN_BATCH_TOKENS=1024: .* = 192"),
+        ({"MAX_WALLCLOCK_SECONDS": 9}, "RESERVE_SECONDS=12.0"),
+        ({"NUM_LAYER": 4}, "NUM_LAYERS"),
+        ({"DATA_PATH": "."}, "DATA_PATH"),
+    ):
+        assert re.search(said, plan(code=2, **{**SMALL, **changes})["error"])
 
 
 def test_the_data_that_are_there_are_taken(plan, tiny_data):
@@ -199,7 +160,6 @@ def test_the_data_that_are_there_are_taken(plan, tiny_data):
     assert found["data"] == f"{tiny_data}, vocabulary 400"
     line = next(text for key, text in found.items() if key.startswith("at "))
     epochs = 100 * 1024 / (0.95 * manifest["train"]["tokens"])  # a twentieth is held out
-    begin, shown, end = re.fullmatch(r"(.* )([\d.]+)( epochs)", line).groups()
-    assert (begin, end) == ("100 steps, 102,400 tokens, ", " epochs")
+    shown = re.fullmatch(r"100 steps, 102,400 tokens, ([\d.]+) epochs", line)[1]
     assert float(shown) == pytest.approx(epochs, rel=0.02)  # of whole windows
-    assert "VOCAB_SIZE=48: must be 0 or the tokenizer's 400" in plan(code=2, **given)["error"]
+    assert "VOCAB_SIZE=48" in plan(code=2, **given)["error"]

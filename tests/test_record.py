@@ -1,5 +1,6 @@
 """tools/record.py: statistics by closed forms; a record of three tiny runs; tampered copies."""
 
+import functools
 import hashlib
 import json
 import math
@@ -31,6 +32,7 @@ MAX_WALLCLOCK_SECONDS=0
 RESERVE_SECONDS=0
 SAVE_EVERY=0
 """
+SEEDS = (1, 2, 3)
 
 
 # --------------------------------------------------------------------------------------- statistics
@@ -43,41 +45,36 @@ def test_welch_by_hand():
     assert common.student_tail(2.5, 2) == pytest.approx(closed_form, rel=1e-9)
     assert common.student_tail(3.385185, 30) == pytest.approx(0.001, rel=2e-6)  # any table
     assert common.half_width([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
-    with pytest.raises(R.RecordError, match="expected some spread"):
+    with pytest.raises(R.RecordError):  # no spread
         R.welch([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
 
 
 # --------------------------------------------------------------------------------------- the script
-@pytest.mark.parametrize(
-    ("source", "fault"),
-    [
-        ("x = 1\nmodel.eval()\nre.compile('x')\ny = 'a word' * 9\n", ""),
-        ("x = [" + "1," * 99 + "]\n", "tools/tokens.py counts (found 202, expected at most 200)"),
-        ("x = (\n", "does not compile ("),
-        ("run = eval\n", "runs what cannot be read in it (found eval at line 1,"),
-        ("from importlib import import_module\n", "(found importlib at line 1,"),
-        ("x = '" + "QUJD" * 128 + "'\n", "packed data (found 512 characters in 1 words at line 1"),
-        ("x = [" + "1," * 257 + "]\n", "packed data (found 257 elements at line 1, expected text)"),
-    ],
-)
-def test_a_script_is_read(source, fault):
-    faults = R.Faults()
-    limit = 200 if fault.startswith("tools") else 1000
-    R.check_script("s.py", source.encode(), {"script_tokens": limit}, faults)
-    found = faults.lines
-    assert [line for line in found if fault in line] if fault else found == []
+def test_a_script_is_read():
+    for source, fault in {
+        "x = 1\nmodel.eval()\nre.compile('x')\ny = 'a word' * 9\n": "",
+        "x = [" + "1," * 99 + "]\n": r"tokens .*\(found 202, expected at most 200\)",
+        "x = (\n": "does not compile",
+        "run = eval\n": r"\(found eval at line 1,",
+        "from importlib import import_module\n": r"\(found importlib at line 1,",
+        "x = '" + "QUJD" * 128 + "'\n": "packed data .*512 characters in 1 words at line 1",
+        "x = [" + "1," * 257 + "]\n": "packed data .*257 elements at line 1",
+    }.items():
+        faults = R.Faults()
+        R.check_script("s.py", source.encode(), {"script_tokens": 200}, faults)
+        assert bool(faults.lines) == bool(fault) and re.search(fault, "\n".join(faults.lines))
 
 
 def test_the_limit_of_tokens_has_a_date(copy):
     """An older record keeps its size; a track may have no limit."""
     path = copy.parent / "track.json"
     rules = json.loads(path.read_text()) | {"script_tokens": 9}
-    for since, faults in (("2027-01-01", []), ("2020-01-01", ["tokens"])):
+    script = copy / "train_gpt.py"
+    script.write_bytes(script.read_bytes() + b"\n")
+    for since, count in (("2027-01-01", 0), ("2020-01-01", 1)):
         path.write_text(json.dumps({**rules, "script_tokens_since": since}))
-        script = copy / "train_gpt.py"
-        script.write_bytes(script.read_bytes() + b"\n")
-        found = [line.split()[1] for line in R.check_folder(copy, copy.parent) if "tools/" in line]
-        assert found == faults
+        found = R.check_folder(copy, copy.parent)
+        assert sum("tools/tokens" in line for line in found) == count
 
 
 # ------------------------------------------------------------------------------------ a tiny record
@@ -103,15 +100,9 @@ def rescore(path, factor, tokens=0, size=0):
     head, end = path.read_text().rsplit("\n---\n", 1)
     nats = float(fact(path, "val_nats")) * factor
     sliding = float(fact(path, "val_bpb_sliding")) * factor * old_size / size
-    new = {
-        "val_nats": nats,
-        "val_loss": nats / tokens,
-        "val_bpb": nats / math.log(2) / size,
-        "val_tokens": tokens,
-        "val_bytes": size,
-        "bytes_per_token": size / tokens,
-        "val_bpb_sliding": sliding,
-    }
+    new = {"val_nats": nats, "val_loss": nats / tokens, "val_bpb": nats / math.log(2) / size}
+    new |= {"val_tokens": tokens, "val_bytes": size, "bytes_per_token": size / tokens}
+    new["val_bpb_sliding"] = sliding
     for key, value in new.items():
         end = re.sub(rf"^{key}: .*$", f"{key}: {value!r}", end, flags=re.MULTILINE)
     for way, bpb in (("", new["val_bpb"]), ("sliding ", sliding)):
@@ -165,17 +156,17 @@ def test_integers_that_are_no_codes_are_refused():
     """They could be counts of the text."""
     good = dict(codes="<u2", gain="<f2", A_log="<f4", tables="<u2")
     faults = R.Faults("seed_1.upar")
-    R.check_integers(artifact(**good), faults)
-    R.check_integers(b"an older format", faults)
-    R.check_integers(b"UNDERPAR\4\0\0\0 and so on", faults)
+    for data in (artifact(**good), b"an older format", b"UNDERPAR\4\0\0\0 and so on"):
+        R.check_integers(data, faults)
     assert faults.lines == []
     R.check_integers(artifact(**good)[:-1], faults)
-    (line,) = faults.lines
-    assert "is no whole artifact (found ArtifactError('damaged: the SHA-256 is wrong')" in line
-    faults.lines.clear()
     R.check_integers(artifact(**good, pairs="<i4", lengths="|u1"), faults)
-    said = "seed_1.upar: an integer tensor that is no codes of weights (found {}, expected codes or floats)"
-    assert faults.lines == [said.format(name) for name in ("pairs", "lengths")]
+    for line, word in zip(faults.lines, ("SHA-256", "pairs", "lengths"), strict=True):
+        assert re.match(rf"seed_1.upar: .*\(found .*{word}", line)
+
+
+def runs_of(place):
+    return [place / "runs" / f"run_{seed}" for seed in SEEDS]
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +174,7 @@ def place(tmp_path_factory, tiny_data):
     """Return a folder with a track, three finished runs of 20 steps, and a written record."""
     place = tmp_path_factory.mktemp("record")
     (place / "tiny.env").write_text(CONFIG)
-    for seed in ("1", "2", "3"):  # the config sets DEVICE, as a record's must
+    for seed in SEEDS:  # the config sets DEVICE, as a record's must
         settings = dict(CONFIG="tiny.env", RUN_ID=f"run_{seed}", SEED=seed, DEVICE=None)
         environ = environment(DATA_PATH=tiny_data, **settings)
         done = start([ROOT / "train_gpt.py"], environ, place)
@@ -200,8 +191,7 @@ def place(tmp_path_factory, tiny_data):
     (track / "track.json").write_text(json.dumps({**rules, "title": "Tiny", "data": data}))
     page = place / "records" / "README.md"
     page.write_text("before\n<!-- records -->\n<!-- /records -->\nafter\n")
-    runs = [place / "runs" / f"run_{seed}" for seed in (2, 1, 3)]
-    done = call(place, "new", *runs, "--track", "track_tiny", "--name", "First")
+    done = call(place, "new", *runs_of(place)[::-1], "--track", "track_tiny", "--name", "First")
     assert done.returncode == 0, done.stderr
     change(next(track.glob("*_First")) / "README.md", (R.UNWRITTEN, "Nothing."))
     return place
@@ -244,17 +234,15 @@ def claimed(copy):
 
 
 def test_a_new_record_is_what_the_runs_left(place, first):
-    names = {"README.md", "config.env", "result.json", "train_gpt.py"}
-    for seed in (1, 2, 3):
-        names |= {f"seed_{seed}.txt", f"seed_{seed}.upar"}
-    assert {path.name for path in first.iterdir()} == names
+    names = ["README.md", "config.env", "result.json", "train_gpt.py"]
+    names += [f"seed_{seed}.{kind}" for seed in SEEDS for kind in ("txt", "upar")]
+    assert sorted(path.name for path in first.iterdir()) == sorted(names)
     assert (first / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
     assert (first / "config.env").read_text() == CONFIG
     result = json.loads((first / "result.json").read_text())
     text = (first / "README.md").read_text()
     scores = []
-    for seed, found in zip((1, 2, 3), result["seeds"], strict=True):
-        run = place / "runs" / f"run_{seed}"
+    for run, seed, found in zip(runs_of(place), SEEDS, result["seeds"], strict=True):
         own = json.loads((run / "result.json").read_text())
         assert found["seed"] == seed and {key: own[key] for key in found} == found
         assert (first / f"seed_{seed}.upar").read_bytes() == (run / "model.upar").read_bytes()
@@ -263,24 +251,16 @@ def test_a_new_record_is_what_the_runs_left(place, first):
         assert f"| {seed} | {' | '.join(figures)} | 20 |" in text
         scores.append(own["val_bpb"])
     spread = 4.302653 * statistics.stdev(scores) / math.sqrt(3)
-    mean = f"**{statistics.fmean(scores):.4f}**, 95% interval ±{spread:.4f} (Student, 3 seeds)."
-    assert f"Mean `val_bpb` {mean}" in text
-    assert R.check_folder(first, first.parent) == []
+    assert f"**{statistics.fmean(scores):.4f}**, 95% interval ±{spread:.4f} " in text
 
 
 def test_the_commands_on_a_good_record(place, first):
     """`table` writes the table, `check` finds no fault."""
-    page = place / "records" / "README.md"
-    faults = R.update_table(place / "records", write=False)
-    assert faults == [f"{page}: <!-- records --> to <!-- /records -->: run `table`"]
+    assert "run `table`" in R.update_table(place / "records", write=False)[0]
     assert call(place, "table").returncode == 0
     result = json.loads((first / "result.json").read_text())
-    size = max(seed["total_bytes"] for seed in result["seeds"])
-    row = (
-        f"| {result['mean']:.4f} ± {result['interval95']:.4f} |  | 3 | [{first.name}]("
-        f"track_tiny/{first.name}/README.md) | Nothing. |  | {size:,} |"
-    )
-    assert row in page.read_text()
+    row = f"| {result['mean']:.4f} ± {result['interval95']:.4f} |  | 3 | [{first.name}]("
+    assert row in (place / "records" / "README.md").read_text()
     done = call(place, "check")
     assert (done.returncode, done.stdout) == (0, "no fault\n"), done.stderr + done.stdout
 
@@ -295,12 +275,6 @@ def shorten_validation(folder):
 def miscount_bytes(folder):
     path = folder / "seed_1.txt"
     rescore(path, 1.0, 0, int(fact(path, "val_bytes")) * 117 // 100)
-
-
-def overrun(folder):
-    path = folder / "seed_1.txt"
-    seconds = fact(path, "train_seconds")
-    change(path, (f"\ntrain_seconds: {seconds}", "\ntrain_seconds: 180.25"))
 
 
 def outgrow(folder):
@@ -343,80 +317,55 @@ def hide_code(folder):
         change(path, ("\nimport time\n", "\nexec('')\n"))
 
 
-def edit(name, old, new):
-    """Replaces a text in a file of a record."""
-    return lambda folder: change(folder / name, (old, new))
+def swap(folder, words):
+    """Replace a text in a file: `name: old -> new`."""
+    name, _, rest = words.partition(": ")
+    old, _, new = rest.partition(" -> ")
+    change(folder / name, (old, new))
 
 
-LOG = "seed_1.txt"
-RESUMED = "\nevents: [{'event': 'resume', 'step': 7, 'ranks': 1}]"
-# What is done to a copy of the record, and what the check must say of it.
-TAMPERED = [
-    (edit(LOG, "\nval_bpb: ", "\nval_bpb: 1"), f"{LOG}: val_bpb does not follow from nats, tok"),
-    (edit(LOG, "\nval_tokens: ", "\nval_tokens: 0 #"), f"{LOG}: its results cannot be read"),
-    (cut_log, f"{LOG}: (not the log of a run that ended|its results cannot be read)"),
-    (
-        edit(LOG, "\nimport time\n", "\nimport bz2\n"),
-        f"{LOG}: its source is not train_gpt.py, SHA-",
-    ),
-    (edit(LOG, "\ncode_sha256: ", "\ncode_sha256: 0"), f"{LOG}: code_sha256 is not that of train_"),
-    (hide_code, r"train_gpt.py: runs what cannot be read in it \(found exec at line \d+, expected"),
-    (
-        flip_byte,
-        r"seed_1.upar: is not the artifact of seed_1.txt, SHA-256 \(found \w+, expected \w",
-    ),
-    (lambda folder: (folder / "seed_1.upar").unlink(), "seed_1.upar: no such file .found none, ex"),
-    (miscount_bytes, f"{LOG}: val_bytes are not all of validation"),
-    (shorten_validation, f"{LOG}: val_tokens are not all of validation"),
-    (
-        silence_phase,
-        f"{LOG}: phase swa never fired .found not yet begun, expected to begin at step ",
-    ),
-    (edit(LOG, "  MATRIX_LR=0.02", "* MATRIX_LR=0.3"), f"{LOG}: setting MATRIX_LR is not that of"),
-    (edit("config.env", "MODEL_DIM=32", "MODEL_DIM=160"), f"{LOG}: setting MODEL_DIM is not that"),
-    (overrun, f"{LOG}: over the clock, seconds .found 180.25, expected at most 180"),
-    (
-        outgrow,
-        f"{LOG}: over the cap, bytes of code and artifact .found 1.*, expected at most 1000000",
-    ),
-    (edit(LOG, "overlap 0 doc", "overlap 3 doc"), f"{LOG}: overlap of training and validation, da"),
-    (
-        edit(LOG, "\nmanifest_sha256: ", "\nmanifest_sha256: 0"),
-        f"{LOG}: manifest_sha256: other data",
-    ),
-    (edit(LOG, "\ntokenizer_sha256: ", "\ntokenizer_sha256: 0"), f"{LOG}: tokenizer_sha256 is not"),
-    (
-        edit(LOG, "\nevents: []", RESUMED),
-        f"{LOG}: event .found resume, expected none but skip rewi",
-    ),
-    (
-        edit(LOG, "\n---\n", "\nerror: no disk\n---\n"),
-        f"{LOG}: the run ended with an error .found no",
-    ),
-    (edit(LOG, " CPU, 1 threads", " CPU, 8 threads"), f"{LOG}: hardware .found 1 x .* CPU, 8 thr"),
-    (edit(LOG, "\nsteps: 20\n", "\nsteps: 19\n"), f"{LOG}: tokens .found 5120, expected 19 x TRAI"),
-    (edit(LOG, "\nstep:5/20 train", "\nstep:25/20 train"), f"{LOG}: steps beyond the end"),
-    (edit(LOG, "val_bpb_sliding: ", "val_bpb_sliding: 1"), f"{LOG}: val_bpb_sliding by the line"),
-    (edit(LOG, "\ntotal_bytes: ", "\ntotal_bytes: 1"), f"{LOG}: total_bytes are not code and arti"),
-    (edit(LOG, "* SEED=1\n", "* SEED=7\n"), f"{LOG}: seed is not the setting .found 1, expected 7"),
-    (lambda folder: (folder / "seed_3.txt").unlink(), "files: logs seed_.*found 2, expected at le"),
-    (repeat_seed, "seed_2.txt: seed of the log .found seed_1.txt, expected seed_2.txt"),
-    (repeat_seed, "seed_2.txt and seed_1.txt: have the same artifact_sha256 .found"),
-    (restate_mean, "result.json: mean is not what the logs say"),
-    (
-        lambda folder: (folder / "result.json").write_text("[" * 99_999),
-        "result.json: it or its claims cannot be followed .RecursionError",
-    ),
-    (edit("README.md", "| 1 | ", "| 1 | 0"), "README.md: line 3 of its table is not by result.jso"),
-    (edit("README.md", "## Why\n\nNothing.", "## Why\n"), "README.md: section 'Why' is not writt"),
-    (
-        lambda folder: folder.rename(folder.parent / "2026-13-01_First"),
-        "folder: name .found 2026-1",
-    ),
-]
+# What is done to a copy of the record, and how the fault begins that the check must name.
+SWAPS = {
+    "seed_1.txt: \nval_bpb:  -> \nval_bpb: 1": "seed_1.txt: val_bpb does not follow",
+    "seed_1.txt: \nval_tokens:  -> \nval_tokens: 0 #": "seed_1.txt: its results",
+    "seed_1.txt: \nimport time\n -> \nimport bz2\n": "seed_1.txt: its source",
+    "seed_1.txt: \ncode_sha256:  -> \ncode_sha256: 0": "seed_1.txt: code_sha256",
+    "seed_1.txt:   MATRIX_LR=0.02 -> * MATRIX_LR=0.3": "seed_1.txt: setting MATRIX_LR",
+    "config.env: MODEL_DIM=32 -> MODEL_DIM=160": "seed_1.txt: setting MODEL_DIM",
+    "seed_1.txt: overlap 0 doc -> overlap 3 doc": "seed_1.txt: overlap",
+    "seed_1.txt: \nmanifest_sha256:  -> \nmanifest_sha256: 0": "seed_1.txt: manifest_sha256",
+    "seed_1.txt: \ntokenizer_sha256:  -> \ntokenizer_sha256: 0": "seed_1.txt: tokenizer_sha256",
+    "seed_1.txt: \nevents: [] -> \nevents: [{'event': 'resume'}]": "seed_1.txt: event .found resume",
+    "seed_1.txt: \n---\n -> \nerror: no disk\n---\n": "seed_1.txt: the run ended with an error",
+    "seed_1.txt:  CPU, 1 threads ->  CPU, 8 threads": "seed_1.txt: hardware",
+    "seed_1.txt: \nsteps: 20\n -> \nsteps: 19\n": "seed_1.txt: tokens .found 5120",
+    "seed_1.txt: \nstep:5/20 train -> \nstep:25/20 train": "seed_1.txt: steps beyond the end",
+    "seed_1.txt: val_bpb_sliding:  -> val_bpb_sliding: 1": "seed_1.txt: val_bpb_sliding",
+    "seed_1.txt: \ntotal_bytes:  -> \ntotal_bytes: 1": "seed_1.txt: total_bytes",
+    "seed_1.txt: * SEED=1\n -> * SEED=7\n": "seed_1.txt: seed",
+    "seed_1.txt: \ntrain_seconds:  -> \ntrain_seconds: 18": "seed_1.txt: over the clock",
+    "README.md: | 1 |  -> | 1 | 0": "README.md: line 3",
+    "README.md: ## Why\n\nNothing. -> ## Why\n": "README.md: section 'Why'",
+}
+TAMPERED = {
+    cut_log: "seed_1.txt: (not the log|its results)",
+    hide_code: r"train_gpt.py: .*\(found exec at line",
+    flip_byte: "seed_1.upar: is not the artifact of seed_1.txt",
+    lambda folder: (folder / "seed_1.upar").unlink(): "seed_1.upar: no such file",
+    miscount_bytes: "seed_1.txt: val_bytes",
+    shorten_validation: "seed_1.txt: val_tokens",
+    silence_phase: "seed_1.txt: phase swa",
+    outgrow: "seed_1.txt: over the cap",
+    lambda folder: (folder / "seed_3.txt").unlink(): "files: logs seed_.*found 2",
+    repeat_seed: "seed_2.txt and seed_1.txt: have the same artifact_sha256",
+    restate_mean: "result.json: mean",
+    lambda folder: (folder / "result.json").write_text("[" * 99_999): "result.json: .*Recursion",
+    lambda folder: folder.rename(folder.parent / "2026-13-01_First"): "folder: name",
+    **{functools.partial(swap, words=words): fault for words, fault in SWAPS.items()},
+}
 
 
-@pytest.mark.parametrize(("tamper", "fault"), TAMPERED, ids=[fault for _, fault in TAMPERED])
+@pytest.mark.parametrize(("tamper", "fault"), TAMPERED.items(), ids=TAMPERED.values())
 def test_a_tampered_record_is_named(copy, tamper, fault):
     track = copy.parent
     tamper(copy)
@@ -435,6 +384,11 @@ def test_a_forged_score_is_found_by_the_artifact(copy):
 
 # ------------------------------------------------------------------------------------------- claims
 def test_a_claim_is_tested(claimed):
+    """A baseline of an older script may log more versions."""
+    for path in claimed.glob("baseline_*.txt"):
+        version = re.search(r"versions:\{.*('torch': '[^']*')\}", path.read_text())[1]
+        change(path, (f"{version}}}", f"{version}, 'numpy': '2.4.6', 'cuda': None}}"))
+    rebuild(claimed)
     assert R.check_folder(claimed, claimed.parent) == []
     result = json.loads((claimed / "result.json").read_text())
     claim = result["claims"][0]
@@ -446,10 +400,8 @@ def test_a_claim_is_tested(claimed):
     for path in claimed.glob("baseline_*.txt"):  # as the record's own models: no margin
         shutil.copyfile(claimed / f"seed_{int(path.stem[-2:])}.txt", path)
     rebuild(claimed)
-    assert R.check_folder(claimed, claimed.parent) == [
-        "claim against 2026-01-01_Old: not significant (found p = 0.5 at a margin of 0.0000 bits "
-        "per byte, expected p < 0.01)"
-    ]
+    (line,) = R.check_folder(claimed, claimed.parent)
+    assert re.match("claim against 2026-01-01_Old: not significant .found p = 0.5 at ", line)
 
 
 def test_runs_that_two_records_share_are_one_row(claimed):
@@ -462,77 +414,64 @@ def test_runs_that_two_records_share_are_one_row(claimed):
     assert networks.count("`Old` run again, on another machine.") == 1
 
 
-def test_a_baseline_of_an_older_script_may_log_more_versions(claimed):
-    for path in claimed.glob("baseline_*.txt"):
-        text = path.read_text(encoding="utf-8")
-        torch_version = re.search(r"versions:\{.*('torch': '[^']*')\}", text)[1]
-        change(path, (f"{torch_version}}}", f"{torch_version}, 'numpy': '2.4.6', 'cuda': None}}"))
-    rebuild(claimed)
-    assert R.check_folder(claimed, claimed.parent) == []
+BASELINES = {
+    "baseline_02.txt:   MUON_WD=0.04 -> * MUON_WD=0.05": "baselines: ",
+    "baseline_02.txt: overlap 0 -> overlap 1": "baseline_02.txt: overlap",
+    "baseline_01.txt:  CPU, 1 thr ->  CPU, 2 thr": "claim against 2026-01-01_Old: machine",
+    'result.json: "2026-01-01_Old" -> "2026-01-02_New"': "result.json: it or its claims",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "pair", "fault"),
-    [
-        ("baseline_02.txt", ("  MUON_WD=0.04", "* MUON_WD=0.05"), "baselines: not of a record tha"),
-        ("baseline_02.txt", ("overlap 0", "overlap 1"), "baseline_02.txt: overlap of training and"),
-        ("baseline_01.txt", (" CPU, 1 thr", " CPU, 2 thr"), "claim against 2026-01-01_Old: machin"),
-        ("result.json", ('"2026-01-01_Old"', '"2026-01-02_New"'), "result.json: it or its claims"),
-    ],
-)
-def test_a_baseline_is_checked_too(claimed, name, pair, fault):
-    change(claimed / name, pair)
+@pytest.mark.parametrize("words", BASELINES)
+def test_a_baseline_is_checked_too(claimed, words):
+    swap(claimed, words)
     faults = R.check_folder(claimed, claimed.parent)
-    assert [line for line in faults if line.startswith(fault)], faults
+    assert [line for line in faults if line.startswith(BASELINES[words])], faults
 
 
 def test_data_of_another_tokenizer_is_the_same_text(copy):
     """A manifest of its own may differ in tokens, not in documents and bytes."""
     track = R.read_track(copy.parent)
-    log = R.read_log(copy / LOG)
-    for key, faulty in (("tokens", False), ("source_bytes", True), ("documents", True)):
-        own = json.loads(json.dumps(track.manifest))
-        own["val"][key] = 77
-        (copy / "manifest.json").write_text(json.dumps(own))
-        log.facts["manifest_sha256"] = R.digest((copy / "manifest.json").read_bytes())
+    log = R.read_log(copy / "seed_1.txt")
+    path = copy / "manifest.json"
+    for key, count in (("tokens", 0), ("source_bytes", 1), ("documents", 1)):
+        val = {**track.manifest["val"], key: 77}
+        path.write_text(json.dumps({**track.manifest, "val": val}))
+        log.facts["manifest_sha256"] = R.digest(path.read_bytes())
         faults = R.Faults()
-        assert R.find_manifest(copy, log, track, faults)["val"] == own["val"]
-        assert bool(faults.lines) == faulty
+        assert R.find_manifest(copy, log, track, faults)["val"] == val
+        assert len(faults.lines) == count
 
 
 # ---------------------------------------------------------------------------------- new, submission
 def copied_runs(place, to):
-    runs = place / "runs"
-    names = ("run_1", "run_2", "run_3")
-    return [Path(shutil.copytree(runs / name, to / name)) for name in names]
+    return [Path(shutil.copytree(run, to / run.name)) for run in runs_of(place)]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("\nimport time\n", "\nimport  time\n", "run_2 differs from .*run_1: code "),
-        ("  MATRIX_LR=0.02", "* MATRIX_LR=0.03", "run_2 differs from .*run_1: setting MATRIX_LR "),
-        (" CPU, 1 threads", " CPU, 2 threads", "run_2 differs from .*run_1: hardware "),
-        ("\nseed: 2", "\nseed: 1", "run_2 and .*run_1: have the same seed"),
-        ("\n---\n", "\n--\n", "log.txt: not the log of a run that ended"),
-    ],
-)
-def test_runs_that_differ_are_refused(place, tmp_path, old, new, said):
+def test_runs_that_differ_are_refused(place, tmp_path):
     runs = copied_runs(place, tmp_path)
-    change(runs[1] / "log.txt", (old, new))
-    with pytest.raises(R.RecordError, match=said):
-        R.read_runs(R.argparse.Namespace(runs=runs, name="Second"))
+    log = runs[1] / "log.txt"
+    whole = log.read_text(encoding="utf-8")
+    for words, said in {
+        "log.txt: \nimport time\n -> \nimport  time\n": "run_2 differs from .*run_1: code ",
+        "log.txt:  CPU, 1 threads ->  CPU, 2 threads": "run_2 differs from .*run_1: hardware ",
+        "log.txt: \nseed: 2 -> \nseed: 1": "run_2 and .*run_1: have the same seed",
+    }.items():
+        swap(runs[1], words)
+        with pytest.raises(R.RecordError, match=said):
+            R.read_runs(R.argparse.Namespace(runs=runs, name="Second"))
+        log.write_text(whole, encoding="utf-8")
 
 
 def test_a_new_record_against_an_old_one(place, copy, tmp_path):
     """With the old one's runs beside it; nothing is written unless it is better."""
     old = Path(shutil.copytree(copy, copy.parent / "2026-01-01_Old"))
     again = copied_runs(place, tmp_path)
-    for seed, run in enumerate(again, 1):
+    for seed, run in zip(SEEDS, again, strict=True):
         rescore(old / f"seed_{seed}.txt", 1.1)
         shutil.copyfile(old / f"seed_{seed}.txt", run / "log.txt")
-    runs = [place / "runs" / f"run_{seed}" for seed in (1, 2, 3)]
-    words = ["--records", tmp_path / "records", "new", *runs, "--track", "track_tiny", "--against"]
+    words = ["--records", tmp_path / "records", "new", *runs_of(place), "--track", "track_tiny"]
+    words.append("--against")
     done = call(place, *words, old, "--name", "Second", "--baseline", *again)
     assert done.returncode == 0, done.stderr
     (folder,) = copy.parent.glob("*_Second")
@@ -544,29 +483,28 @@ def test_a_new_record_against_an_old_one(place, copy, tmp_path):
 
 
 def test_a_submission_is_what_the_runs_left(place):
-    runs = [place / "runs" / f"run_{seed}" for seed in (1, 2, 3)]
-    words = ["--author", "A", "--blurb", "A toy.", "--github-id", "a"]
-    done = call(place, "submission", *runs, "--name", "Toy", *words)
+    runs = runs_of(place)
+    words = ["submission", *runs, "--name", "Toy", "--author", "A", "--blurb", "A toy."]
+    done = call(place, *words)
     assert done.returncode == 0, done.stderr
     (folder,) = (place / "runs" / "submissions").iterdir()
-    assert done.stdout == f"runs/submissions/{folder.name}: written and checked\n"
     names = "README.md config.env submission.json train_gpt.py".split()
-    logs = [f"train_seed{seed}.log" for seed in (1, 2, 3)]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*names, *logs])
-    assert (folder / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
-    assert (folder / logs[1]).read_bytes() == (runs[1] / "log.txt").read_bytes()
+    names += [f"train_seed{seed}.log" for seed in SEEDS]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    script = (ROOT / "train_gpt.py").read_bytes()
+    assert (folder / "train_gpt.py").read_bytes() == script
+    assert (folder / "train_seed2.log").read_bytes() == (runs[1] / "log.txt").read_bytes()
     results = [json.loads((run / "result.json").read_text()) for run in runs]
     found = json.loads((folder / "submission.json").read_text())
+    expected = dict(author="A", name="Toy", blurb="A toy.", date=folder.name[:10], seeds=[*SEEDS])
     for key in ("val_loss", "val_bpb"):
-        assert found[key] == statistics.fmean(result[key] for result in results)
-    assert found["bytes_total"] == max(result["total_bytes"] for result in results)
-    assert found["bytes_code"] == len((ROOT / "train_gpt.py").read_bytes()) + len(CONFIG)
-    assert found.items() >= dict(author="A", github_id="a", name="Toy", blurb="A toy.").items()
-    assert found["date"] == folder.name[:10] and found["seeds"] == [1, 2, 3]
+        expected[key] = statistics.fmean(result[key] for result in results)
+    expected["bytes_total"] = max(result["total_bytes"] for result in results)
+    expected["bytes_code"] = len(script) + len(CONFIG)
+    assert found.items() >= expected.items()
     assert found["seed_results"]["2"]["val_bpb"] == results[1]["val_bpb"]
     assert "\nA toy.\n" in (folder / "README.md").read_text()
-    again = call(place, "submission", *runs, "--name", "Toy", *words)
-    assert again.returncode == 2 and again.stderr.endswith(f"{folder.name} exists\n")
+    assert call(place, *words).returncode == 2  # it is there
 
 
 def test_the_shipped_records_pass():

@@ -2,7 +2,6 @@
 taken, what refused.
 """
 
-import ast
 import math
 import re
 import sys
@@ -21,11 +20,10 @@ import train_grpo as R
 import train_gspo as R2
 import train_ppo as R3
 import train_sft as F
-from conftest import refusal
+from conftest import ROOT, refusal
 
-NAMES = {field.name.upper() for field in fields(T.Settings)}
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = (T, S, Q, R, R2, R3, D, F)
+FIELDS = {field.name: field for field in fields(T.Settings)}
 
 # The settings of Parameter Golf's baseline that Settings has too, with the baseline's values. Its
 # BETA2=0.95 is an error, because the constant is 0.99.
@@ -106,11 +104,11 @@ ORDINARY = """
 """.split()
 
 
-FIELDS = {field.name: field for field in fields(T.Settings)}
+scripts = pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module.__name__)
 
 
-def load(environ):
-    return T.load_settings(T.Settings, environ, presets={"ARCH_MODE": T.ARCH_PRESETS})
+def load(environ, arguments=()):
+    return T.load_settings(T.Settings, environ, arguments, {"ARCH_MODE": T.ARCH_PRESETS})
 
 
 def refused(module, environ, arguments=()):
@@ -119,105 +117,81 @@ def refused(module, environ, arguments=()):
     return refusal(module.UserError, "", module.load_settings, *given)
 
 
-def hint(name):
-    """The end of the error about a name that is no setting."""
-    return f" (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
-
-
 def config(tmp_path, text):
     path = tmp_path / "some.env"
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text.encode())
     return str(path)
 
 
-scripts = pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module.__name__)
+# ------------------------------------------------------------------------------------------- values
+def test_wrong_values_are_refused():
+    """Of the environment and of a program, up to the ends of a range."""
+    texts = {
+        "iterations": ["1.0", "1e3", ""],
+        "matrix_lr": ["0,02"],
+        "qat": ["true", "", "2", " 1"],
+    }
+    values = {
+        "iterations": [-1],
+        "matrix_lr": [math.nan, math.inf, -0.1],
+        "warmdown_frac": [1.01, -0.01],
+        "matrix_bits": [1, 9],
+        "train_seq_len": [1],
+        "device": ["gpu"],
+        "compile": ["2"],
+        "arch_mode": ["E"],
+    }
+    for wrong in (texts, values):
+        for name in wrong:
+            for value in wrong[name]:
+                line = refused(T, {name.upper(): str(value)})
+                assert line.startswith(f"{name.upper()}={value!r}: must be ")
+                assert refusal(T.UserError, "", T.Settings, **{name: value}) == line
+    good = dict(warmdown_frac=1.0, matrix_bits=8, train_seq_len=2, iterations=0, matrix_lr=0.0)
+    assert asdict(T.Settings(**good)).items() >= good.items()
+    assert T.Settings(matrix_bits=2, matrix_lr=1).matrix_lr == 1  # a whole number is a number
 
 
-# What a setting is given, and what the one line of the error says.
-BOOL = "must be one of 0, 1"
-COUNT = "must be a whole number from 0 to inf"
-RATE = "must be a number from 0 to inf"
-SHARE = "must be a number from 0.0 to 1.0"
-WRONG_TEXTS = [
-    ("iterations", "1.0", COUNT),
-    ("iterations", "1e3", COUNT),
-    ("iterations", "", COUNT),
-    ("matrix_lr", "0,02", RATE),
-    ("qat", "true", BOOL),
-    ("qat", "", BOOL),
-    ("qat", "2", BOOL),
-    ("qat", " 1", BOOL),
-]
-WRONG_VALUES = [
-    ("iterations", -1, COUNT),
-    ("matrix_lr", math.nan, RATE),
-    ("matrix_lr", math.inf, RATE),
-    ("matrix_lr", -0.1, RATE),
-    ("warmdown_frac", 1.01, SHARE),
-    ("matrix_bits", 1, "must be a whole number from 2 to 8"),
-    ("train_seq_len", 1, "must be a whole number from 2 to inf"),
-    ("device", "gpu", "must be one of auto, cpu, cuda"),
-    ("compile", "2", "must be one of 0, 1, reduce-overhead, max-autotune"),
-    ("arch_mode", "E", "must be one of D, gdn, hybrid, baseline, llama, qwen2, qwen3, qwen3_5"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "said"), WRONG_TEXTS + WRONG_VALUES)
-def test_wrong_values_are_refused(name, value, said):
-    """In the environment as in a program."""
-    line = f"{name.upper()}={value!r}: {said}"
-    assert refused(T, {name.upper(): str(value)}) == line
-    assert refusal(T.UserError, "", T.Settings, **{name: value}) == line
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "value"),
-    [
-        (T, "iterations", 5.5),
-        (T, "iterations", True),
-        (T, "iterations", "5"),
-        (T, "matrix_lr", True),
-        (T, "qat", 1),
-        (T, "qat", None),
-        (T, "compile", 1),
-        (T, "run_id", 7),
-        (R, "scale_rewards", "batches"),
-        (F, "train_on", "user"),
-    ],
-)
-def test_a_wrong_value_in_a_program_is_refused(module, name, value):
-    message = f"^{name.upper()}='?{value}'?: must be "
-    refusal(module.UserError, message, module.Settings, **{name: value})
-    assert T.Settings(matrix_lr=1).matrix_lr == 1  # a whole number is a number
+def test_a_value_of_another_type_in_a_program_is_refused():
+    wrong = [(T, "iterations", value) for value in (5.5, True, "5")]
+    wrong += [(T, "qat", 1), (T, "qat", None), (T, "compile", 1), (T, "run_id", 7)]
+    wrong += [(T, "matrix_lr", True), (R, "scale_rewards", "batches"), (F, "train_on", "user")]
+    for module, name, value in wrong:
+        refusal(module.UserError, f"^{name.upper()}=", module.Settings, **{name: value})
 
 
 @scripts
 def test_defaults_are_values_that_the_environment_may_give(module):
-    for field in fields(module.Settings):
-        text = module.setting_text(field.default)
-        assert module.parse_setting(field, text) == field.default
-        choices = get_args(field.type)
-        assert (
-            field.default in choices
-            or choices == ()
-            and isinstance(field.default, str if field.type is module.Paths else field.type)
-        )
+    given = {field.name.upper(): field.default for field in fields(module.Settings)}
+    environ = {name: module.setting_text(value) for name, value in given.items()}
+    assert module.load_settings(module.Settings, environ) == module.Settings()
 
 
-def test_the_environment_wins_over_the_config(tmp_path):
-    text = "# a comment\n\nITERATIONS=100  # steps\n MATRIX_LR = 0.5 \n"
-    text += "DATA_PATH='a/b'\nRUN_ID=\"x\"\nQAT=0\n"
+@pytest.mark.parametrize("command", [BASELINE, SEED, VALUES])
+def test_values_and_the_settings_of_others_are_accepted(command):
+    """Those that are constants here have the baseline's values."""
+    given = dict(word.split("=", 1) for word in command.split())
+    settings = load(given)
+    for name, text in given.items():
+        if name.lower() in FIELDS:
+            value = getattr(settings, name.lower())
+            kind = type(FIELDS[name.lower()].default)
+            assert type(value) is kind
+            assert value == kind(int(text) if kind is bool else text)
+        else:
+            assert name in T.OTHER_NAMES
+
+
+# ------------------------------------------------------------------------------------------ configs
+def test_the_environment_stands_above_the_config_and_arguments_above_both(tmp_path):
+    text = "# a comment\n\nITERATIONS=100  # steps\n MATRIX_LR = 0.5 \nQAT=0\nMODEL_DIM=32\n"
     path = config(tmp_path, text)
-    settings = load({"CONFIG": path, "ITERATIONS": "200", "SEED": "3"})
-    expected = {
-        "iterations": 200,
-        "matrix_lr": 0.5,
-        "data_path": "a/b",
-        "run_id": "x",
-        "qat": False,
-        "seed": 3,
-    }
-    assert settings == replace(T.Settings(), config=path, **expected)
+    expected = dict(config=path, iterations=200, matrix_lr=0.5, qat=False, seed=3, model_dim=32)
+    environ = {"CONFIG": path, "ITERATIONS": "200", "SEED": "3"}
+    assert load(environ) == replace(T.Settings(), **expected)
+    expected |= dict(seed=4, model_dim=64)
+    arguments = [path, "SEED=4", "--model_dim=64"]
+    assert load({**environ, "CONFIG": "none.env"}, arguments) == replace(T.Settings(), **expected)
 
 
 @scripts
@@ -228,95 +202,68 @@ def test_every_script_reads_a_config(module, tmp_path):
     assert module.load_settings(module.Settings, {}, [path]).device == "cpu"
 
 
-NONE = "no setting of this script"
+LINES = {
+    'OUT_DIR="Issue #12: fix # signs"  # a comment': "Issue #12: fix # signs",
+    "OUT_DIR=it's": "it's",
+    'OUT_DIR=say "hi"': 'say "hi"',
+    "OUT_DIR='a'\"b c\"": "ab c",
+    'OUT_DIR="a \\"b\\" \\\\ c"': 'a "b" \\ c',
+    "OUT_DIR=a#b # c": "a#b",
+    "OUT_DIR=#b": "#b",
+    "OUT_DIR=  # empty": "",
+    "OUT_DIR=": "",
+    'OUT_DIR="  spaces  "': "  spaces  ",
+    "export OUT_DIR=a": "a",
+    "  OUT_DIR =  a b\t": "a b",
+    "OUT_DIR=a=b": "a=b",
+    "OUT_DIR=a\u2028b\x0cc": "a\u2028b\x0cc",
+    "\ufeffOUT_DIR=größer": "größer",
+    "# OUT_DIR=b\r\n\r\nOUT_DIR=a\r\n": "a",
+    "# OUT_DIR=b\r\rOUT_DIR=a\r": "a",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("SEED=5\nMATRX_LR=1\n", f"MATRX_LR='1': {NONE}; did you mean MATRIX_LR? (--help"),
-        ("PROMPT=hello\n", f"PROMPT='hello': {NONE}"),
-        ("iterations=5\n", f"iterations='5': {NONE}"),
-        ("PATH=/bin\n", f"PATH='/bin': {NONE}"),
-        ("CONFIG=other.env\n", ".env, line 1: 'CONFIG=other.env': must be NAME=value, each"),
-        ("SEED=1\nITERATIONS 5\n", ".env, line 2: 'ITERATIONS 5': must be NAME=value"),
-        ("SEED=1\n=3\n", ".env, line 2: '=3': must be NAME=value"),
-    ],
-)
-def test_wrong_lines_of_a_config_are_refused(tmp_path, text, said):
-    assert said in refused(T, {"CONFIG": config(tmp_path, text)})
+def test_a_config_is_read_as_a_shell_reads_it(tmp_path):
+    for line, value in LINES.items():
+        assert T.read_config(config(tmp_path, line)) == {"OUT_DIR": value}
 
 
-@scripts
-@pytest.mark.parametrize(
-    ("line", "value"),
-    [
-        ('OUT_DIR="Issue #12: fix # signs"  # a comment', "Issue #12: fix # signs"),
-        ("OUT_DIR='a # b'", "a # b"),
-        ("OUT_DIR=it's", "it's"),
-        ("OUT_DIR=the dogs'", "the dogs'"),
-        ('OUT_DIR=say "hi"', 'say "hi"'),
-        ('OUT_DIR="it\'s"', "it's"),
-        ("OUT_DIR='a'\"b c\"", "ab c"),
-        ('OUT_DIR="a \\"b\\" \\\\ c"', 'a "b" \\ c'),
-        ("OUT_DIR=a#b # c", "a#b"),
-        ("OUT_DIR=#b", "#b"),
-        ("OUT_DIR=  # empty", ""),
-        ("OUT_DIR=", ""),
-        ("OUT_DIR=''", ""),
-        ('OUT_DIR="  spaces  "', "  spaces  "),
-        ("export OUT_DIR=a", "a"),
-        ("  OUT_DIR =  a b\t", "a b"),
-        ("OUT_DIR=a=b", "a=b"),
-        ("OUT_DIR=a\u2028b\x0cc", "a\u2028b\x0cc"),
-        ("\ufeffOUT_DIR=größer", "größer"),
-        ("# OUT_DIR=b\r\n\r\nOUT_DIR=a\r\n", "a"),
-        ("# OUT_DIR=b\r\rOUT_DIR=a\r", "a"),
-    ],
-)
-def test_a_config_is_read_as_a_shell_reads_it(tmp_path, module, line, value):
-    path = tmp_path / "some.env"
-    path.write_bytes(line.encode() + b"\n")
-    assert module.read_config(path) == {"OUT_DIR": value}
+def test_wrong_lines_of_a_config_are_refused(tmp_path):
+    """By the name of the setting or the number of the line."""
+    for text, said in {
+        "SEED=5\nMATRX_LR=1\n": "^MATRX_LR='1': .* MATRIX_LR",
+        "PROMPT=hello\n": "^PROMPT='hello'",
+        "iterations=5\n": "^iterations='5'",
+        "CONFIG=other.env\n": "env, line 1",
+        "SEED=1\nITERATIONS 5\n": "env, line 2",
+        "SEED=1\n=3\n": "env, line 2",
+        "SEED=5\nRUN_ID='a b\n": "env, line 2",
+        'RUN_ID="a" b\n': "env, line 1",
+        "SEED=5\nexport SEED=6\n": "env, line 2",
+        "SEED # =5\n": "env, line 1",
+    }.items():
+        assert re.search(said, refused(T, {"CONFIG": config(tmp_path, text)})), text
+    for content in (b"RUN_ID=caf\xe9\n", "SEED=5\n".encode("utf-16")):
+        (tmp_path / "some.env").write_bytes(content)
+        assert refused(T, {}, [f"{tmp_path}/some.env"]).startswith("CONFIG=")
 
 
-def dependencies(path):
-    """Return what a script's header tells uv, PEP 723: its Python and its packages."""
-    block = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$", path.read_text(encoding="utf-8"))[
-        1
-    ]
-    text = re.sub(r"(?m)^# ?", "", block)
-    python = re.search(r'^requires-python = "(.*)"$', text, re.MULTILINE)[1]
-    listed = re.search(r"^dependencies = (\[.*\])$", text, re.MULTILINE | re.DOTALL)[1]
-    return python, ast.literal_eval(listed)
-
-
-def test_uv_installs_what_requirements_txt_has():
-    """The scripts of data need no torch."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    packages = [line for line in lines if not line.startswith("#")]
-    for module in SCRIPTS:
-        assert dependencies(Path(module.__file__)) == (">=3.10", packages)
-    safetensors = re.findall(
-        r"^safetensors==.*",
-        (ROOT / "requirements-test.txt").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-    assert dependencies(ROOT / "convert.py") == (">=3.10", [*packages, *safetensors])
-    for name in ("prepare", "download"):
-        light = [package for package in packages if not package.startswith("torch==")]
-        assert dependencies(ROOT / "data" / f"{name}.py") == (">=3.10", light)
+def test_wrong_arguments_are_refused():
+    assert re.match("MODEL-DIM='64'.*MODEL_DIM", refused(T, {}, ["--model-dim=64"]))
+    assert re.match("MAX_ITERS='5'.*ITERATIONS", refused(T, {}, ["--max_iters=5"]))
+    assert refused(T, {}, ["model_dim"]).startswith("'model_dim': must be ")
+    assert refused(T, {}, ["none.env"]).startswith("CONFIG='none.env'")
+    assert refused(T, {}, ["SEED=1", "--seed=2"]) == "'--seed=2': the command line has SEED twice"
 
 
 @scripts
 def test_homes_are_found_in_paths_wherever_they_are_given(tmp_path, monkeypatch, module):
     monkeypatch.setenv("HOME", "/h")
-    paths = [field for field in fields(module.Settings) if field.type is module.Paths]
-    assert paths and all(
-        re.search("PATH|FILE|DIR|ARTI|CON|RE|IN|TEA|ENV|SCORE|TOOLS|MARK", field.name.upper())
-        for field in paths
-    )
-    for name in (field.name for field in paths if field.name != "config"):
+    names = [
+        f.name for f in fields(module.Settings) if f.type is module.Paths and f.name != "config"
+    ]
+    assert names
+    for name in names:
         given = {name.upper(): "~/a:0.7,~/b,a~/x"}
         path = config(tmp_path, f"{name.upper()}='~/a:0.7,~/b,a~/x'")
         for environ, arguments in (
@@ -330,93 +277,59 @@ def test_homes_are_found_in_paths_wherever_they_are_given(tmp_path, monkeypatch,
 
 def test_what_is_no_path_keeps_its_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    config(tmp_path, "RUN_ID=~x\nOUT_DIR=~\n")
-    settings = load({"CONFIG": "~/some.env"})
-    assert (settings.run_id, settings.out_dir) == ("~x", str(tmp_path))
-    assert settings.config == f"{tmp_path}/some.env"
+    path = config(tmp_path, "RUN_ID=~x\nOUT_DIR=~\n")
+    expected = dict(run_id="~x", out_dir=str(tmp_path), config=path)
+    assert load({"CONFIG": "~/some.env"}) == replace(T.Settings(), **expected)
     assert S.load_settings(S.Settings, {"PROMPT": "~/x is home"}).prompt == "~/x is home"
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (
-            b"RUN_ID=caf\xe9\n",
-            "must be a file of text in UTF-8; 'utf-8' codec can't decode byte 0xe9",
-        ),
-        ("SEED=5\n".encode("utf-16"), "must be a file of text in UTF-8"),
-        (b"SEED=5\nRUN_ID='a b\n", """line 2: "RUN_ID='a b": No closing quotation"""),
-        (b'RUN_ID="a" b\n', "has text behind the closing quotation"),
-        (
-            b"SEED=5\nexport SEED=6\n",
-            "line 2: 'export SEED=6': must be NAME=value, each name once",
-        ),
-        (b"SEED\n", "line 1: 'SEED': must be NAME=value"),
-        (b"SEED # =5\n", "line 1: 'SEED # =5': must be NAME=value"),
-    ],
-)
-def test_a_config_that_cannot_be_read_is_one_line(tmp_path, content, said):
-    path = tmp_path / "some.env"
-    path.write_bytes(content)
-    assert said in refused(T, {"CONFIG": str(path)})
-    assert refused(T, {}, ["SEED=1", "--seed=2"]) == "'--seed=2': the command line has SEED twice"
-
-
 @scripts
-@pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_is_printed_whatever_the_environment_is(module, word, monkeypatch, capsys):
+def test_help_lists_every_setting_whatever_the_environment_is(module, monkeypatch, capsys):
     for name, value in {"RANK": "x", "ITERATIONS": "ten", "CONFIG": "none", "SED": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", word])
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(module.exit_code(module.main))
-    assert not caught.value.code
-    shown = capsys.readouterr()
-    assert module.__doc__.strip() in shown.out and shown.err == ""
+    for word in ("-h", "--help"):
+        monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", word])
+        with pytest.raises(SystemExit) as caught:
+            sys.exit(module.exit_code(module.main))
+        shown = capsys.readouterr()
+        assert not caught.value.code and shown.err == ""
+        assert module.__doc__.strip() in shown.out
+    with pytest.raises(SystemExit):
+        module.load_settings(module.Settings, {}, ["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n    {field.name}: " in shown for field in fields(module.Settings))
 
 
+# -------------------------------------------------------------------------------------------- names
 # Near misses, and names of nanoGPT, modded-nanogpt, Parameter Golf and TRL, with the setting meant.
-MEANT = [
-    (T, "NUM_LAYER", "NUM_LAYERS"),
-    (T, "DATAPATH", "DATA_PATH"),
-    (T, "WARM_DOWN_ITERS", "WARMDOWN_ITERS"),
-    (T, "MAX_ITERS", "ITERATIONS"),
-    (T, "LR", "MATRIX_LR"),
-    (T, "BLOCK_SIZE", "TRAIN_SEQ_LEN"),
-    (R, "NUM_GENERATIONS", "GROUP_SIZE"),
-    (R, "LR", "LEARNING_RATE"),
-    (R, "BETA", "KL_BETA"),
-    (D, "MODEL_NAME_OR_PATH", "INIT_FROM"),
-    (T, "MAX_SEQ_LEN", "TRAIN_SEQ_LEN"),
-    (T, "SEQ_LEN", "TRAIN_SEQ_LEN"),
-    (T, "MUON_WEIGHT_DECAY", "MUON_WD"),
-]
-
-
-@pytest.mark.parametrize(("module", "name", "meant"), MEANT)
-def test_names_that_are_nearly_right_are_answered_with_ours(module, name, meant):
-    message = f"{name}='1': {NONE}; did you mean {meant}?{hint(name)}"
-    assert refused(module, {name: "1"}) == message
-    ignored = {name: "1", "IGNORE_ENV": name}
-    assert module.load_settings(module.Settings, ignored) == module.Settings()
-
-
+MEANT = {
+    T: "NUM_LAYER=NUM_LAYERS DATAPATH=DATA_PATH WARM_DOWN_ITERS=WARMDOWN_ITERS MAX_ITERS=ITERATIONS "
+    "LR=MATRIX_LR BLOCK_SIZE=TRAIN_SEQ_LEN MAX_SEQ_LEN=TRAIN_SEQ_LEN MUON_WEIGHT_DECAY=MUON_WD",
+    R: "NUM_GENERATIONS=GROUP_SIZE LR=LEARNING_RATE BETA=KL_BETA",
+    D: "MODEL_NAME_OR_PATH=INIT_FROM",
+}
 EVERY = {field.name.upper() for module in SCRIPTS for field in fields(module.Settings)}
+
+
+@pytest.mark.parametrize("module", MEANT, ids=lambda module: module.__name__)
+def test_names_that_are_nearly_right_are_answered_with_ours(module):
+    for pair in MEANT[module].split():
+        name, _, meant = pair.partition("=")
+        assert re.match(f"{name}='1': .* {meant}\\?", refused(module, {name: "1"}))
+        ignored = {name: "1", "IGNORE_ENV": name}
+        assert module.load_settings(module.Settings, ignored) == module.Settings()
 
 
 def test_constants_of_a_script_are_no_settings():
     """Of the environment, too, where a name that nobody knows is ignored."""
     for module, name in ((R3, "VALUE_COEF"), (T, "EMA_MEMORY"), (T, "MATRIX_CLIP_SIGMAS")):
-        assert name in vars(module)
-        assert refused(module, {name: "1"}).startswith(f"{name}='1': {NONE}")
-    assert T.load_settings(T.Settings, {"VALUE_COEF": "1"}) == T.Settings()
+        assert refused(module, {name: "1"}).startswith(f"{name}='1'")
+    assert load({"VALUE_COEF": "1"}) == T.Settings()
 
 
 def test_names_of_others_lead_to_settings_or_constants():
-    assert set(filter(None, T.OTHER_NAMES.values())) <= EVERY | T.OTHER_NAMES.keys() | {
-        value for value in T.OTHER_NAMES.values() if not isinstance(value, str)
-    }
-    assert T.OUR_SETTINGS == EVERY
+    texts = {value for value in T.OTHER_NAMES.values() if isinstance(value, str)}
+    assert texts <= EVERY | T.OTHER_NAMES.keys() and T.OUR_SETTINGS == EVERY
 
 
 # Constants of the script that are written otherwise, or that nothing here has.
@@ -427,11 +340,7 @@ CONSTANTS = dict(
     TIED_EMBED_INIT_STD=T.GPTConfig.embed_init_std,
     MUON_BACKEND_STEPS=T.NEWTON_SCHULZ_STEPS,
     MUON_MOMENTUM_WARMUP_START=T.MUON_MOMENTUM_START,
-    ADAM_WD=0.0,
-    DROPOUT=0.0,
-    TTT_ENABLED=0,
-    XSA_LAST_N=0,
-    GPTQ_CALIBRATION_BATCHES=0,
+    **dict.fromkeys("ADAM_WD DROPOUT TTT_ENABLED XSA_LAST_N GPTQ_CALIBRATION_BATCHES".split(), 0),
 )
 
 
@@ -443,9 +352,8 @@ def test_a_retired_setting_is_accepted_at_the_value_of_its_constant():
         assert CONSTANTS.get(constant, vars(T).get(constant)) == value, constant
         name = names.get(constant, constant)
         assert load({name: str(value)}) == load({name: f"{value:g}"}) == T.Settings()
-        message = f"{name}='77': {NONE}, in which {constant} is always {value}"
-        assert refused(T, {name: "77"}) == message + hint(name)
-    assert refused(T, {"BETA1": "high"}).startswith(f"BETA1='high': {NONE}, in which BETA1 is")
+        for text in ("77", "high"):
+            assert re.match(f"{name}='{text}'.* {constant} .*{value}", refused(T, {name: text}))
 
 
 def test_settings_of_our_other_scripts_are_refused():
@@ -453,44 +361,7 @@ def test_settings_of_our_other_scripts_are_refused():
     for module in SCRIPTS:
         names = {field.name.upper() for field in fields(module.Settings)}
         for name in EVERY - names - {"CONFIG"}:
-            assert refused(module, {name: "1"}).startswith(f"{name}='1': {NONE}")
-            ignored = {name: "1", "IGNORE_ENV": name}
-            assert module.load_settings(module.Settings, ignored) == module.Settings()
-
-
-def test_arguments_stand_above_the_environment(tmp_path):
-    path = config(tmp_path, "MODEL_DIM=32\nSEED=1\nITERATIONS=7\n")
-    arguments = [path, "SEED=3", "--model_dim=64"]
-    settings = T.load_settings(T.Settings, {"SEED": "2", "ITERATIONS": "8"}, arguments)
-    changes = dict(model_dim=64, seed=3, iterations=8, config=path)
-    assert settings == replace(T.Settings(), **changes)
-    settings = T.load_settings(T.Settings, {"CONFIG": "none.env"}, arguments)
-    assert settings.iterations == 7
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model-dim=64"], f"MODEL-DIM='64': {NONE}; did you mean MODEL_DIM? (--help lists"),
-        (["--max_iters=5"], f"MAX_ITERS='5': {NONE}; did you mean ITERATIONS? (--help lists"),
-        (["model_dim"], "'model_dim': must be a config file (x.env)"),
-        (
-            ["none.env"],
-            "CONFIG='none.env': must be a file of text in UTF-8; [Errno 2] No such file",
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, said):
-    assert refused(T, {}, arguments).startswith(said)
-
-
-@scripts
-def test_help_lists_every_setting(module, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        module.load_settings(module.Settings, {}, ["--help"])
-    assert not exit_.value.code
-    listed = capsys.readouterr().out
-    assert all(f"\n    {field.name}: " in listed for field in fields(module.Settings))
+            assert refused(module, {name: "1"}).startswith(f"{name}='1'")
 
 
 def test_ignore_env_takes_several_names(tmp_path):
@@ -503,85 +374,11 @@ def test_ignore_env_takes_several_names(tmp_path):
 
 @scripts
 def test_an_ordinary_environment_is_left_alone(module):
-    assert len(ORDINARY) == len(set(ORDINARY))
     environ = dict.fromkeys(ORDINARY, "1")
     assert module.load_settings(module.Settings, environ) == module.Settings()
 
 
-@pytest.mark.parametrize("command", [BASELINE, SEED, VALUES])
-def test_values_and_the_settings_of_others_are_accepted(command):
-    """Those that are constants here have the baseline's values."""
-    given = dict(word.split("=", 1) for word in command.split())
-    settings = load(given)
-    values = {name: getattr(settings, name.lower()) for name in given if name in NAMES}
-    for name, value in values.items():
-        kind = type(FIELDS[name.lower()].default)
-        assert value == kind(int(given[name]) if kind is bool else given[name])
-        assert type(value) is kind
-    assert given.keys() - values.keys() <= T.OTHER_NAMES.keys()
-
-
-def test_the_log_shows_every_setting_and_marks_changes(tmp_path):
-    settings = replace(T.Settings(), iterations=5, qat=False, run_id="x", out_dir=str(tmp_path))
-    T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), None, None, {}).open()
-    log = (tmp_path / "x" / "log.txt").read_text().split("\n" + "=" * 120 + "\n")[1].splitlines()
-    assert log[0].startswith("command: ") and log[1].startswith("commit:")
-    rows = log[2:]
-    assert [row[2:].split("=")[0].lower() for row in rows] == list(FIELDS)
-    changed = {"* ITERATIONS=5", "* QAT=0", "* RUN_ID=x", f"* OUT_DIR={tmp_path}"}
-    assert {row for row in rows if row[:2] != "  "} == changed
-    assert "  MAX_WALLCLOCK_SECONDS=600.0" in rows and "  EMA=1" in rows
-    assert load(dict(row[2:].split("=", 1) for row in rows)) == settings
-
-
-def open_run(out_dir, run_id):
-    """The folder of a new run."""
-    settings = T.Settings(out_dir=str(out_dir), run_id=run_id)
-    run = T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), None, None, {})
-    assert run.open() is None
-    return run.folder
-
-
-def test_a_run_folder_is_made_once(tmp_path):
-    runs = tmp_path / "deep" / "runs"
-    assert open_run(runs, "first") == runs / "first"
-    (runs / "first" / "log.txt").write_text("kept")
-    message = "^RUN_ID='first': must be a plain name that no run in .*; RESUME "
-    refusal(T.UserError, message, open_run, runs, "first")
-    assert (runs / "first" / "log.txt").read_text() == "kept"
-
-
-def test_runs_without_a_name_are_named_after_the_time(tmp_path):
-    """Two of them may start in the same second."""
-    folders = {open_run(tmp_path, "") for _ in range(2)}
-    assert folders == {*tmp_path.iterdir()} and len(folders) == 2
-    assert all(re.fullmatch(r"run_\d{8}_\d{6}_\d{6}", folder.name) for folder in folders)
-
-
-@pytest.mark.parametrize("run_id", ["..", "a/b", "../a", "/a", "a/"])
-def test_a_run_id_is_a_plain_name(tmp_path, run_id):
-    (tmp_path / "runs").mkdir()
-    refusal(T.UserError, "^RUN_ID=", open_run, tmp_path / "runs", run_id)
-    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "layers"),
-    [
-        ({}, "g g g g g s1 g g g g g s1"),
-        (dict(num_layers=4), "g g g g"),
-        (dict(layer_pattern="g  s12 a", num_layers=5), "g s12 a g s12"),
-        (dict(layer_pattern="g s A1", num_layers=4), "g s A1 g"),
-        (dict(layer_pattern="a", num_layers=3), "a a a"),
-    ],
-)
-def test_layers_are_resolved(changes, layers):
-    config = T.model_config(replace(T.Settings(), norm="rms layer", **changes), 300, 1)
-    assert config.layers == layers
-    count = len(layers.split())
-    assert config.norms.split() == (["rms", "layer"] * count)[:count]
-
-
+# ------------------------------------------------------------------------------------------ presets
 def test_a_preset_of_the_environment_stands_above_the_file(tmp_path):
     """In the file's own order a preset stands below what stands beside it; so CONFIG cannot undo
     ARCH_MODE=llama.
@@ -595,10 +392,9 @@ def test_a_preset_of_the_environment_stands_above_the_file(tmp_path):
     above = load({"CONFIG": path, "ARCH_MODE": "llama", "NUM_LAYERS": "2"})
     assert values(above) == ["a", 2, 2.75] and above.model_dim == 128
     path = config(tmp_path, "ARCH_MODE=llama\n")
-    above = load({"CONFIG": path, "ARCH_MODE": "gdn"})  # nothing of llama's
     preset = dict(arch_mode="gdn", **T.ARCH_PRESETS["gdn"])
+    above = load({"CONFIG": path, "ARCH_MODE": "gdn"})  # nothing of llama's
     assert above == replace(T.Settings(), config=path, **preset)
-    assert load({"ARCH_MODE": "gdn"}) == replace(T.Settings(), **preset)
     given = load({"ARCH_MODE": "baseline", "MLP_MULT": "3", "NUM_LAYERS": "2"})
     assert values(given) == ["a", 2, 3.0] and given.qk_gain_init == 1.5
     assert get_args(FIELDS["arch_mode"].type) == tuple(T.ARCH_PRESETS)
@@ -617,63 +413,89 @@ def test_stored_values_stand_above_presets_and_below_what_is_given():
     assert found == replace(T.Settings(), **changes)
 
 
-def test_model_config_takes_the_shape_from_the_settings():
-    settings = replace(
-        T.Settings(), model_dim=96, num_heads=6, num_kv_heads=3, layer_pattern="g s1", num_layers=3
-    )
-    config = T.model_config(settings, 300, 1)
-    shape = asdict(config)
-    fixed = {"vocab_size": 300, "bos_id": 1, "layers": "g s1 g", "norms": "rms rms rms"}
-    assert {name: shape.pop(name) for name in fixed} == fixed
-    facts = {
-        "context": 0,
-        "residual_mix": True,
-        "unet_skips": False,
-        "logit_softcap": 30.0,
-        "embed_init_std": 0.005,
-        "head_dim": 0,
-        "qkv_bias": False,
-        "qk_norm": False,
-        "attn_gate": False,
-        "gdn_shape": [],
-        "mlp_hidden": 0,
-        "norm_eps": 0.0,
-        "rope_base": 10000.0,
-        "rope_scaling": [],
-    }
-    assert {name: shape.pop(name) for name in facts} == facts
-    assert shape == {name: getattr(settings, name) for name in shape}
+# ------------------------------------------------------------------------------------ folder, header
+def open_run(**changes):
+    settings = replace(T.Settings(), **changes)
+    run = T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), None, None, {})
+    assert run.open() is None
+    return run.folder
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (6, 3), (2, 1), (1, 1)])
-def test_by_default_two_heads_share_keys_and_values(heads, kv_heads):
-    settings = replace(T.Settings(), model_dim=96, num_heads=heads)
-    assert T.model_config(settings, 300, 1).num_kv_heads == kv_heads
+def test_the_log_shows_every_setting_and_marks_changes(tmp_path):
+    changes = dict(iterations=5, qat=False, run_id="x", out_dir=str(tmp_path))
+    text = (open_run(**changes) / "log.txt").read_text()
+    rows = text.split("\n" + "=" * 120 + "\n")[1].splitlines()[2:]  # below the command, the machine
+    assert [row[2:].split("=")[0].lower() for row in rows] == list(FIELDS)
+    changed = {"* ITERATIONS=5", "* QAT=0", "* RUN_ID=x", f"* OUT_DIR={tmp_path}"}
+    assert {row for row in rows if row[:2] != "  "} == changed
+    assert load(dict(row[2:].split("=", 1) for row in rows)) == replace(T.Settings(), **changes)
 
 
-LAYERS = "each word must be g, s or a"
+def test_a_run_has_a_new_folder_of_a_plain_name(tmp_path):
+    """Runs without a name are named after the time; two may start in the same second."""
+    out_dir = str(tmp_path / "deep" / "runs")
+    assert open_run(out_dir=out_dir, run_id="first") == Path(out_dir, "first")
+    for run_id in ("first", "..", "a/b", "../a", "/a", "a/"):
+        refusal(T.UserError, "^RUN_ID=", open_run, out_dir=out_dir, run_id=run_id)
+    folders = {open_run(out_dir=out_dir) for _ in range(2)}
+    assert {*Path(out_dir).iterdir()} == {Path(out_dir, "first"), *folders} and len(folders) == 2
+    assert all(re.fullmatch(r"run_\d{8}_\d{6}_\d{6}", folder.name) for folder in folders)
 
 
+# -------------------------------------------------------------------------------------------- shape
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "layers"),
     [
-        (dict(model_dim=100), "MODEL_DIM=100: must be a multiple of 2 x NUM_HEADS = 16"),
-        (dict(model_dim=72), "MODEL_DIM=72"),  # a multiple of the heads, of an odd width
-        (dict(num_kv_heads=3), "NUM_HEADS=8: must be a multiple of NUM_KV_HEADS = 3"),
-        (dict(num_heads=3, model_dim=96), "NUM_HEADS=3: must be a multiple of NUM_KV_HEADS = 2"),
-        (dict(rope_dims=7), "ROPE_DIMS=7"),
-        (dict(rope_dims=66), "ROPE_DIMS=66: must be even, at most MODEL_DIM / NUM_HEADS = 64"),
-        (dict(norm=""), "NORM=''"),
-        (
-            dict(norm="rms bogus"),
-            "NORM='rms bogus': must be one or more of rms, rms_weight, rms_offset, layer",
-        ),
-        *(
-            (dict(layer_pattern=word), f"LAYER_PATTERN={word!r}: {LAYERS}")
-            for word in ("g x", "s-1", " ", "G")
-        ),
+        ({}, "g g g g g s1 g g g g g s1"),
+        (dict(layer_pattern="g  s12 a", num_layers=5), "g s12 a g s12"),
+        (dict(layer_pattern="g s A1", num_layers=2), "g s"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(changes, said):
-    settings = replace(T.Settings(), **changes)
-    assert refusal(T.UserError, "", T.model_config, settings, 300, 1).startswith(said)
+def test_layers_are_resolved(changes, layers):
+    found = T.model_config(replace(T.Settings(), norm="rms layer", **changes), 300, 1)
+    count = len(layers.split())
+    assert (found.layers, found.norms.split()) == (layers, (["rms", "layer"] * count)[:count])
+
+
+def test_model_config_takes_the_shape_from_the_settings():
+    """What no setting says keeps its default; two heads share keys and values."""
+    shape = dict(model_dim=96, num_heads=6, layer_pattern="g s1", num_layers=3, rope_dims=4)
+    settings = replace(T.Settings(), **shape)
+    found = T.model_config(settings, 300, 1)
+    defaults = T.GPTConfig(300, 1, "g s1 g", "rms rms rms")
+    same = {name: getattr(settings, name) for name in asdict(found) if name in FIELDS}
+    assert found == replace(defaults, **{**same, "num_kv_heads": 3, "vocab_size": 300})
+    assert T.model_config(replace(settings, num_heads=1), 9, 1).num_kv_heads == 1
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    for name, changes in {
+        "MODEL_DIM=100": dict(model_dim=100),
+        "MODEL_DIM=72": dict(model_dim=72),  # a multiple of the heads, of an odd width
+        "NUM_HEADS=8": dict(num_kv_heads=3),
+        "ROPE_DIMS=7": dict(rope_dims=7),
+        "ROPE_DIMS=66": dict(rope_dims=66),
+        "NORM=''": dict(norm=""),
+        "NORM='rms bogus'": dict(norm="rms bogus"),
+        "LAYER_PATTERN='g x'": dict(layer_pattern="g x"),
+        "LAYER_PATTERN='s-1'": dict(layer_pattern="s-1"),
+        "LAYER_PATTERN=' '": dict(layer_pattern=" "),
+    }.items():
+        refusal(T.UserError, f"^{name}", T.model_config, replace(T.Settings(), **changes), 300, 1)
+
+
+# ----------------------------------------------------------------------------------------- packages
+def test_uv_installs_what_requirements_txt_has():
+    """By the headers of the scripts, PEP 723. Those of data need no torch."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    packages = [line for line in lines if not line.startswith("#")]
+    light = [package for package in packages if not package.startswith("torch==")]
+    text = (ROOT / "requirements-test.txt").read_text(encoding="utf-8")
+    expected = {module.__name__: packages for module in SCRIPTS}
+    expected["convert"] = [*packages, *re.findall("(?m)^safetensors==.*", text)]
+    expected |= {"data/prepare": light, "data/download": light}
+    for name, listed in expected.items():
+        script = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+        header = re.search(r"(?ms)^# dependencies = \[\n(.*?)^# \]\n# ///$", script)[1]
+        assert [line.strip("# ,")[1:-1] for line in header.splitlines()] == listed, name
+        assert '\n# requires-python = ">=3.10"\n' in script
