@@ -3,6 +3,7 @@ another file shows the row in full, SHOWN names it.
 """
 
 import importlib
+import math
 import re
 from typing import get_args
 
@@ -15,7 +16,7 @@ import train_grpo
 import train_gspo
 import train_ppo
 import train_sft
-from conftest import ROOT, TINY, Place, add_noise, blocks, refusal, small_network
+from conftest import BYTES, ROOT, TINY, Place, add_noise, blocks, refusal, small_network
 
 TRAINING = (T, train_sft, train_dpo, train_ppo, train_grpo, train_gspo)
 SMALL = dict(model_dim=32, num_heads=2, attn_window=8, mlp_mult=2.0, train_seq_len=32)
@@ -53,34 +54,30 @@ SHOWN = {
     "DeltaQuant": "delta.codes_of_deltaquant",
     "deltas as commands": "delta.what_the_commands_print_and_write",
     "deltas in a program": "delta.quantizers_of_a_program",
-    "LoRA": "lora.merging",
-    "PEFT": "models.peft_loads_adapters_onto_the_original",
+    "LoRA": "lora.an_adapted_network_is_that_of_the_dense_sums",
+    "PEFT": "models.adapters_go_out_merged_or_alone",
     "rows and masks": "sft.ids_and_targets_by_hand",
-    "kinds of rows": "chat.rows_become_turns",
+    "kinds of rows": "chat.files_of_every_kind_give_the_same_rows",
     "packing": "sft.packed_rows_are_as_they_are_alone",
     "distillation": "sft.distilled_losses_row_by_row",
     "reward models": "dpo.bradley_terry_with_margin_and_centering",
     "DPO, IPO, cDPO, robust DPO": "dpo.losses_are_the_values_worked_by_hand",
     "PPO": "ppo.the_loss_is_its_closed_form",
     "GAE": "ppo.advantages_are_the_double_sum",
-    "PPO in a program": "ppo.use_in_a_program",
     "GRPO and GSPO, asymmetric clips": "objective.objectives_are_their_closed_forms",
-    "the first seed": "objective.use_as_in_the_first_seed",
-    "the second seed": "objective.use_as_in_the_second_seed",
     "dynamic sampling": "objective.groups_of_one_reward_are_replaced",
-    "math rewards": "tasks.gsm8k_rewards_the_final_number",
+    "math rewards": "tasks.gsm8k_reads_the_number_where_others_look_for_it",
     "logic rewards": "puzzles.a_zebra_puzzle_has_one_solution_which_is_the_answer",
     "environments": "environment.tokens_of_the_environment_are_context_and_log_probabilities_are_exact",
     "FSDP": "sharding.two_ranks_learn_what_one_does_and_hold_half",
     "shards on other ranks": "sharding.a_run_goes_on_with_other_numbers_of_ranks",
-    "win rate": "scores.win_rate_by_a_checker",
+    "win rate, judges": "scores.win_rate_by_a_checker_or_a_reward_model",
     "preference accuracy": "scores.preferences_by_hand",
     "quality": "scores.quality_by_hand",
-    "judges": "scores.win_rate_by_a_reward_model",
     "pass@k": "scores.pass_at_k_by_enumeration",
     "lm-evaluation-harness": "harness.published_tasks",
     "Llama, Qwen2, Qwen3, Qwen3.5": "models.logits_and_gradients_are_those_of_transformers",
-    "safetensors": "models.export_gives_every_tensor_back",
+    "safetensors": "models.exports_are_the_model",
     "other layouts": "remote.logits_and_greedy_texts",
     "chat": "chat.a_chat_keeps_its_history_until_it_is_reset",
 }
@@ -248,7 +245,27 @@ def test_a_memory_snapshot_needs_cuda(place):
     assert "MEMORY_SNAPSHOT" in place.refused("snapshot", MEMORY_SNAPSHOT=1)
 
 
-# ------------------------------------------------------------------------------ adapters, documents
+# ---------------------------------------------------------------------- programs, adapters, documents
+@pytest.mark.parametrize("module", TRAINING[3:], ids=lambda module: module.__name__)
+def test_trainers_in_a_program(module):
+    """As in the two seeds: train_step(queries, reward_function), and train() of a data set."""
+    name = module.__name__.removeprefix("train_").upper()
+    config, trainer = (getattr(module, f"{name}{kind}") for kind in ("Config", "Trainer"))
+    shape = dict(max_new_tokens=3, group_size=4, iterations=1, prompts_per_step=2, mini_batches=1)
+    shape |= dict(left_clip_range=0.002, right_clip_range=0.003)
+
+    def reward(queries, texts):
+        return [float(sum(map(ord, text)) % 7) for text in texts]
+
+    own = trainer(small_network(), BYTES, config(learning_rate=1e-3, **shape))
+    before = own.network.embed.detach().clone()
+    metrics = own.train_step(["12", "345"], reward)
+    assert math.isfinite(metrics["reward"]) and not torch.equal(own.network.embed, before)
+    given = dict(model=small_network(), ref_model=small_network(1), tokenizer=BYTES)
+    own = trainer(**given, args=config(**shape, kl_beta=0.1), train_dataset=["a", "bc"])
+    assert len(own.train(reward)) == 1
+
+
 def test_frozen_weights_stay_as_they_are():
     """setup_lora_adapter and freeze_model, as in the seeds."""
     net = small_network()

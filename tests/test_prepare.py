@@ -393,8 +393,8 @@ def test_a_tiny_text_is_refused_with_a_value_that_works(tmp_path, text, share):
     (tmp_path / "tiny.txt").write_text(text)
     request = (tmp_path / "tiny.txt", "--out", tmp_path / "out")
     hint = f"--val-frac {share} or --val"
-    refuses(f"; {hint}; .* --tokenizer bytes, as --vocab-size 1024", *request)
-    refuses(f"; {hint}$", *request, *BYTES)
+    refuses(f"{hint}; .* --tokenizer bytes, as --vocab-size 1024", *request)
+    refuses(f"{hint}$", *request, *BYTES)
     run(*request, *BYTES, "--val-frac", share)
     (train,), (val,) = (documents(tmp_path / "out", split) for split in ("train", "val"))
     assert train + val == text.encode() and len(val.split()) == 1
