@@ -239,8 +239,6 @@ def test_a_constant_critic_gives_the_plain_policy_gradient(monkeypatch):
         head -= 0.1 * reward / len(tokens) * start[row]
     assert (table.embed.grad - expected).abs().max() < 1e-12 < expected.abs().max()
     assert (table.w_value.grad - head).abs().max() < 1e-12
-    both = (expected.square().sum() + head.square().sum()).sqrt().item()
-    assert metrics["grad_norm"] == pytest.approx(both, abs=1e-12)
     assert metrics["approx_kl"] == metrics["clip_outside"] == 0
     squares = [reward**2 / 2 for reward in rewards]
     assert metrics["value_loss"] == pytest.approx(statistics.mean(squares), abs=1e-12)

@@ -155,7 +155,6 @@ def test_hostile_text_is_no_expression_and_takes_no_time():
 
 def test_the_longest_and_deepest_expressions_have_a_value():
     assert C.expression_value("(" * 49 + "12" + ")" * 49) == 12
-    assert C.expression_value("9" * 100) == 10**100 - 1
     assert C.expression_value("64/" * 16 + "2") == Fraction(64, 64**15 * 2)
 
 

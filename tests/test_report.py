@@ -217,26 +217,6 @@ def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ samples
-def test_two_runs_side_by_side_and_answers_without_rewards(tmp_path):
-    for name, texts in (("a", ("x", "y", "y")), ("b", ("z",))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "log.txt").write_text(LOG)
-        rows = [dict(step=0, phase="held_out", prompt="p", completion=text) for text in texts]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / name / "samples.jsonl").write_text(text)
-    pair = [read_run(tmp_path / name) for name in "ab"]
-    assert report.sample_rows(pair, "held_out") == [
-        ["prompt", "step", "run", "completion", "ended"],
-        ["'p'", 0, "a", "'x'", "no"],
-        ["'p'", 0, "a", "'y'", "no"],
-        ["'p'", 0, "b", "'z'", "no"],
-    ]
-    pair[0].result = {"before": {"loss": [2.0, 1.0, 3.0], "n": 4}, "after": {"loss": 1.0}}
-    pair[1].result = {"before": {"loss": 2.0}}
-    gains = report.gain_rows(pair)
-    assert gains[1:] == [["loss", "2.000 [1.000, 3.000]", "1.000", "2.000"]]
-
-
 def test_hostile_texts_are_escaped_and_broken_lines_counted(by_hand):
     text = "<script>alert(1)</script>\n\x1b[2J" + "9" * 900
     row = dict(step=1, phase="train", prompt="<b>", completion=text, rewards={"a<b": None, "c": 2})
