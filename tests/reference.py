@@ -1,7 +1,6 @@
 """Slow forms that the tests compare with."""
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def gdn_recurrent(q, k, v, g, beta, state=None):
@@ -27,20 +26,3 @@ def gdn_recurrent(q, k, v, g, beta, state=None):
         state = state + k_t[..., None] * delta[..., None, :]
         outs.append(torch.einsum("bhk,bhkv->bhv", q_t, state))
     return torch.stack(outs, 1).to(v.dtype), state
-
-
-class CountLaunches(TorchDispatchMode):
-    """Counts the operations that a GPU would launch: all but views and allocations."""
-
-    FREE = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::_unsafe_view")
-
-    def __init__(self):
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        schema = func._schema
-        aliases = [each.alias_info for each in schema.returns if each.alias_info]
-        is_view = any(not alias.is_write for alias in aliases)
-        self.number += not is_view and schema.name not in self.FREE
-        return func(*args, **(kwargs or {}))
