@@ -5854,19 +5854,27 @@ WRITTEN_TOKENS = 64  # of a recorded answer, at most
 
 
 @torch.no_grad()
-def likeliest_ids(network, prompts, count):
+def likeliest_ids(network, prompts, count, stop):
     """Return the `count` tokens that a network finds likeliest after each prompt (ids), one by one.
 
-    The few texts are read again for each token: without a cache any network writes them, a sharded
-    one, too, in which all ranks take part.
+    Once all texts have a token of `stop`, no more are found: zeros stand behind it. The few texts are
+    read again for each token: without a cache any network writes them, a sharded one, too, in which
+    all ranks take part.
     """
     ids = F.pad(pad_sequence(prompts, batch_first=True), (0, count)).to(network.embed.device)
-    batch = SimpleNamespace(ids=ids, doc=torch.zeros_like(ids))
     rows = torch.arange(len(prompts), device=ids.device)
     places = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+    ends = torch.tensor([*stop], device=ids.device)
+    has_ended = places < 0  # none yet
     for step in range(count):
+        texts = ids[:, : places.max() + step]
+        batch = SimpleNamespace(ids=texts, doc=torch.zeros_like(texts))
         features = row_features(network, batch)[rows, places + step - 1]
-        ids[rows, places + step] = network.logits(features).argmax(-1)
+        tokens = network.logits(features).argmax(-1)
+        ids[rows, places + step] = tokens
+        has_ended |= torch.isin(tokens, ends)
+        if has_ended.all():
+            break
     return [row[len(prompt) :][:count].tolist() for row, prompt in zip(ids, prompts, strict=True)]
 
 
@@ -5886,9 +5894,9 @@ def record_answers(run, trainer, tokenizer, questions, title):
     room = trainer.network.config.train_seq_len - max(map(len, prompts))
     longest = max(len(wanted) for _, wanted in questions)
     count = min(room, WRITTEN_TOKENS, 2 * longest)
-    with trainer.weights():
-        answers = likeliest_ids(trainer.network, prompts, count)
     stop = stop_ids(tokenizer)
+    with trainer.weights():
+        answers = likeliest_ids(trainer.network, prompts, count, stop)
     rows = []
     lines = []
     for (prompt, wanted), ids in zip(questions, answers, strict=True):

@@ -3,13 +3,14 @@
     python data/tasks.py sort                       writes data/sort.jsonl and data/sort_pairs.jsonl
     python data/tasks.py add --problems 5000 --seed 2 --out data/small
 
-The tasks are sort, reverse, add and story (see the functions below). A line of a problem file is
-{"prompt", "answer"}, a line of a pair file {"prompt", "chosen", "rejected"}, where the rejected
+The tasks are sort, reverse, add, sums and story (see the functions below). A line of a problem file
+is {"prompt", "answer"}, a line of a pair file {"prompt", "chosen", "rejected"}, where the rejected
 answer has a slip. All prompts of a file are different. The same seed writes the same file. No other
 file or package is needed.
 
 The file also holds reward functions for REWARD=data/tasks.py:NAME: `gsm8k` and `gsm8k_strict`,
-checkers of story and of GSM8K's own files; and `coin`, which rewards at random, for control runs.
+checkers of sums, of story and of GSM8K's own files; and `coin`, which rewards at random, for control
+runs.
 """
 
 import argparse
@@ -47,6 +48,14 @@ def add_problem(rng):
     return f"{a}+{b}", str(a + b)
 
 
+def sums_problem(rng):
+    """Return a sum of three numbers up to 9 and its solution, in GSM8K's format: for published models."""
+    a, b, c = (rng.randint(1, 9) for _ in range(3))
+    total = a + b + c
+    steps = f"{a} + {b} = {a + b}. {a + b} + {c} = {total}."
+    return f"What is {a} + {b} + {c}?", f"{steps}\n#### {total}"
+
+
 def story_problem(rng):
     """Return a word problem and its solution, in the format of GSM8K: the last line is `#### 14`."""
     name = rng.choice(("Ann", "Bob", "Cid"))
@@ -69,6 +78,7 @@ TASKS = {
     "sort": sort_problem,
     "reverse": reverse_problem,
     "add": add_problem,
+    "sums": sums_problem,
     "story": story_problem,
 }
 
@@ -173,7 +183,7 @@ def slip(task, answer, rng):
         changed = (rest[:1] + char + rest[1:], other + rest, rest, char + char + rest)
         wrong = answer[:place] + rng.choice(changed)
         is_right = wrong.strip() == answer
-        if task == "story":
+        if "####" in answer:
             is_right = final_number(wrong) == final_number(answer)
         if wrong.strip() and not is_right:
             return wrong

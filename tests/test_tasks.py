@@ -33,6 +33,11 @@ def test_answers_equal_those_of_a_brute_force():
         assert all(prompt[i] == answer[-1 - i] for i in range(len(prompt)))
     for prompt, answer in D.make_problems("add", 100, 0):
         assert int(answer) == sum(map(int, prompt.split("+"))) and answer[0] != "0"
+    problems = D.make_problems("sums", 800, 0)
+    assert len(problems) > 600  # of 9 ** 3
+    for prompt, answer in problems:
+        total = sum(map(int, re.fullmatch(r"What is (\d) \+ (\d) \+ (\d)\?", prompt).groups()))
+        assert answer.endswith(f" = {total}.\n#### {total}")
 
 
 def test_a_story_has_the_number_that_its_text_tells():
@@ -144,6 +149,7 @@ DIGESTS = dict(
     sort="c4a01449b081",
     reverse="51b591825faf",
     add="91c141357f9d",
+    sums="f64e2c0ba91c",
     story="dff90408873f",
 )
 
@@ -159,7 +165,7 @@ def test_a_seed_writes_the_same_files(task, tmp_path, capsys):
     drawn = D.make_problems(task, 60, 7)
     assert [(row["prompt"], row["answer"]) for row in problems] == drawn
     assert len(set(D.make_problems(task, 60, 8)) & set(drawn)) < 10 and len(pairs) == 40
-    reward = D.gsm8k_strict if task == "story" else G.exact_match
+    reward = D.gsm8k_strict if task in ("sums", "story") else G.exact_match
     for row, (prompt, answer) in zip(pairs, drawn, strict=False):
         assert (row["prompt"], row["chosen"]) == (prompt, answer)
         assert abs(len(row["rejected"]) - len(answer)) <= 1 and row["rejected"].strip()
