@@ -49,11 +49,10 @@ def add_problem(rng):
 
 
 def sums_problem(rng):
-    """Return a sum of three numbers up to 9 and its solution, in GSM8K's format: for published models."""
-    a, b, c = (rng.randint(1, 9) for _ in range(3))
-    total = a + b + c
-    steps = f"{a} + {b} = {a + b}. {a + b} + {c} = {total}."
-    return f"What is {a} + {b} + {c}?", f"{steps}\n#### {total}"
+    """Return two numbers up to 30 to add, as a published model is asked, and GSM8K's last line."""
+    a = rng.randint(1, 30)
+    b = rng.randint(1, 30)
+    return f"What is {a} + {b}? Answer with the number alone.", f"#### {a + b}"
 
 
 def story_problem(rng):

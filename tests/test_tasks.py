@@ -33,11 +33,9 @@ def test_answers_equal_those_of_a_brute_force():
         assert all(prompt[i] == answer[-1 - i] for i in range(len(prompt)))
     for prompt, answer in D.make_problems("add", 100, 0):
         assert int(answer) == sum(map(int, prompt.split("+"))) and answer[0] != "0"
-    problems = D.make_problems("sums", 800, 0)
-    assert len(problems) > 600  # of 9 ** 3
-    for prompt, answer in problems:
-        total = sum(map(int, re.fullmatch(r"What is (\d) \+ (\d) \+ (\d)\?", prompt).groups()))
-        assert answer.endswith(f" = {total}.\n#### {total}")
+    asked = r"What is (\d+) \+ (\d+)\? Answer with the number alone\."
+    for prompt, answer in D.make_problems("sums", 100, 0):
+        assert answer == f"#### {sum(map(int, re.fullmatch(asked, prompt).groups()))}"
 
 
 def test_a_story_has_the_number_that_its_text_tells():
@@ -149,7 +147,7 @@ DIGESTS = dict(
     sort="c4a01449b081",
     reverse="51b591825faf",
     add="91c141357f9d",
-    sums="f64e2c0ba91c",
+    sums="2601d3cbb4dc",
     story="dff90408873f",
 )
 
