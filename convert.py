@@ -1,17 +1,19 @@
-"""Models of transformers, in and out: Llama, Qwen2, Qwen3, Qwen3.5; LoRA adapters for PEFT.
+"""Models of transformers and llama.cpp, in and out: Llama, Qwen2, Qwen3, Qwen3.5; LoRA adapters for PEFT.
 
     python convert.py import models/Qwen3.5-0.8B runs/qwen               # from Hugging Face's files
+    python convert.py import models/SmolLM2.gguf runs/smollm2            # from a GGUF file
     python convert.py export runs/qwen out --like models/Qwen3.5-0.8B    # to them, in the same form
     python convert.py export runs/base out                               # any network, in float32
     python convert.py export runs/tuned adapters --adapters              # LoRA adapters alone
+    python convert.py export runs/smollm2 tuned.gguf                     # for llama.cpp
 
-FOLDER has config.json, safetensors files and a tokenizer. MODEL is an artifact, a checkpoint's
+FOLDER has config.json, safetensors files and a tokenizer, or is a GGUF file. MODEL is an artifact, a checkpoint's
 folder, or a run's folder (its newest whole checkpoint). The environment variable TOKENIZER_PATH names
 another SentencePiece model, or `bytes`. docs/models.md says what works.
 
 Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
 The rest is this script's: layouts (names that begin with hf_: config.json and safetensors in and
-out), tokenizers (tokenizer.json and chat templates), commands, and main.
+out), tokenizers (tokenizer.json and chat templates), commands, GGUF, and main.
 
 Where to change what:
     an architecture of transformers       HF_ARCHITECTURES, hf_known, hf_architecture
@@ -23,6 +25,7 @@ Where to change what:
     chat templates and stop tokens        hf_chat, hf_templates
     what the folder of an export has      own_files, like_files, adapter_files, tokenizer_files
     the classes that an export brings     REMOTE_CLASSES; they stand in tools/modeling_underpar.py
+    GGUF: layouts, names, splits          GGUF_ARCHITECTURES, GGUF_CONFIG, GGUF_PARTS, GGUF_SPLITS
     a new command                         main, make_parser
 """
 
@@ -57,6 +60,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -2374,6 +2378,8 @@ def hf_files(folder):
 
 def hf_headers(folder):
     """Return the HfTensors of a folder's model. Raises UserError."""
+    if (folder / GGUF_LINK).is_symlink():
+        return gguf_headers((folder / GGUF_LINK).resolve())
     safetensors = load_safetensors()
     tensors = {}
     for path in hf_files(folder):
@@ -2988,19 +2994,33 @@ def space_json(normalizer):
     return steps, decoders
 
 
+def sentencepiece_pieces(content):
+    """Return names, kinds and scores of the pieces of a SentencePiece model.
+
+    Kinds are 1 normal, 2 unknown, 3 control, 4 user's, 5 unused, 6 byte. Here and below the numbers
+    of fields are those in sentencepiece_model.proto.
+    """
+    proto = proto_fields(content)
+    pieces = [dict(proto_fields(value)) for number, value in proto if number == 1]
+    names = [piece[1].decode() for piece in pieces]
+    kinds = [piece.get(3, 1) for piece in pieces]
+    scores = [struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in pieces]
+    return names, kinds, scores
+
+
+def sentencepiece_options(content):
+    """Return the trainer_spec and the normalizer_spec of a SentencePiece model: number -> value."""
+    proto = dict(proto_fields(content))
+    return [dict(proto_fields(proto[number])) for number in (2, 3)]
+
+
 def sentencepiece_json(content):
     """Return the parts of a tokenizer.json for a SentencePiece model, and its added tokens.
 
-    The numbers are those of fields in sentencepiece_model.proto. Raises UserError.
+    Raises UserError.
     """
-    proto = list(proto_fields(content))
-    pieces = [dict(proto_fields(value)) for number, value in proto if number == 1]
-    trainer, normalizer = (dict(proto_fields(dict(proto)[number])) for number in (2, 3))
-    names = [piece[1].decode() for piece in pieces]
-    kinds = [
-        piece.get(3, 1) for piece in pieces
-    ]  # 1 normal, 2 unknown, 3 control, 4 user's, 6 byte
-    scores = [struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in pieces]
+    names, kinds, scores = sentencepiece_pieces(content)
+    trainer, normalizer = sentencepiece_options(content)
     added = {name: i for i, name in enumerate(names) if kinds[i] in (2, 3)}
     for i, name in enumerate(names):
         if kinds[i] == 4 and len(name) > 1:
@@ -3098,10 +3118,25 @@ def tokenizer_files(tokenizer):
 
 
 def import_(args):
-    """Read a model of transformers into a run folder: config.json, safetensors, tokenizer."""
-    shape = read_hf_shape(args.folder)
-    check_hf_headers(args.folder, shape)
-    tokenizer = read_hf_tokenizer(args.folder, given_tokenizer(), shape["vocab_size"])
+    """Read a model of transformers, or of llama.cpp, into a run folder."""
+    if args.folder.suffix != ".gguf":
+        import_folder(args.folder, args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            unpack_gguf(args.folder, Path(folder))
+            import_folder(Path(folder), args)
+        except UserError as error:
+            # What stands in the folder came from the file.
+            message = str(error).replace(f"{folder}/", "").replace(f"{folder}: ", "")
+            raise UserError(f"{args.folder}: {message}") from None
+
+
+def import_folder(folder, args):
+    """Read a folder of transformers into a run folder: config.json, safetensors, tokenizer."""
+    shape = read_hf_shape(folder)
+    check_hf_headers(folder, shape)
+    tokenizer = read_hf_tokenizer(folder, given_tokenizer(), shape["vocab_size"])
     if args.set:
         tokenizer = with_values(tokenizer, args.set)
     shape["bos_id"] = tokenizer.bos_id
@@ -3109,7 +3144,7 @@ def import_(args):
         # Models have some more rows than tokens. An id without a token must not be drawn.
         shape["vocab_size"] = tokenizer.vocab_size
     network = GPT(GPTConfig(**shape))
-    read_hf_tensors(args.folder, network)
+    read_hf_tensors(folder, network)
     args.out.mkdir()
     if tokenizer.file != "bytes":
         replace_file(args.out / tokenizer.file, tokenizer.content)
@@ -3128,11 +3163,21 @@ def import_(args):
 def export(args):
     """Write a folder for transformers: a model, or with --adapters its LoRA adapters, for PEFT.
 
-    With --like FOLDER the model has the form of that, from which it was imported.
+    With --like FOLDER the model has the form of that, from which it was imported. If OUT ends in
+    .gguf, it is a file for llama.cpp.
     """
-    load_safetensors()  # or a UserError, before anything is read
+    is_gguf = args.out.suffix == ".gguf"
+    if is_gguf and (args.like or args.adapters):
+        raise UserError("--like, --adapters: they are for folders; OUT must not end in .gguf")
+    if args.type and not is_gguf:
+        raise UserError(f"--type {args.type}: is for a GGUF file; OUT must end in .gguf")
+    load = load_gguf if is_gguf else load_safetensors
+    load()  # or a UserError, before anything is read
     source = read_weights(args.model, args.weights)
     network = rebuild(source)
+    if is_gguf:
+        write_gguf(args, source, network)
+        return
     if args.adapters:
         if args.like:
             raise UserError("--adapters: they are for INIT_FROM; must be without --like")
@@ -3155,6 +3200,14 @@ def save_safetensors(state):
     return lambda path: load_safetensors().torch.save_file(state, path, {"format": "pt"})
 
 
+def model_tokenizer(source):
+    """Return the tokenizer of a MODEL, with role tokens if it has learned them. Raises UserError."""
+    tokenizer = find_tokenizer(source, given_tokenizer(), load_tokenizer)
+    if source.shape["vocab_size"] > tokenizer.vocab_size:
+        return with_roles(tokenizer)
+    return tokenizer
+
+
 def own_files(source, network):
     """Return the files of a model in float32, by name.
 
@@ -3162,9 +3215,7 @@ def own_files(source, network):
     sample.py end: at the stop tokens of an imported model, or at the BOS of the next document and
     at <|end|>.
     """
-    tokenizer = find_tokenizer(source, given_tokenizer(), load_tokenizer)
-    if source.shape["vocab_size"] > tokenizer.vocab_size:
-        tokenizer = with_roles(tokenizer)
+    tokenizer = model_tokenizer(source)
     files = tokenizer_files(tokenizer)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(stop_ids(tokenizer))}
     try:
@@ -3320,6 +3371,537 @@ def adapter_files(source, network):
     }
 
 
+# -------------------------------------------------------------------------------------------- gguf
+# A GGUF file (docs/gguf.md of ggml) has metadata, key -> value, and tensors. An import writes what
+# the metadata says into a folder of transformers, and goes on from there.
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# The fields of config.json by their keys, before which the architecture stands.
+GGUF_CONFIG = {
+    "vocab_size": "vocab_size",
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.dimension_count": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+# Parts of the names of tensors, and what they are in hf_views.
+GGUF_PARTS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# llama.cpp's names of the regular expressions that split a text (tokenizer.ggml.pre).
+GGUF_SPLITS = {
+    "gpt-2": GPT2_SPLIT,
+    "smollm": DIGITS_SPLIT,
+    "llama-bpe": QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+    "qwen2": QWEN2_SPLIT,
+}
+# Special tokens, by their names in tokenizer_config.json.
+GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# Types of matrices, and the types of whole files.
+GGUF_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+GGUF_NORMAL, GGUF_UNKNOWN, GGUF_CONTROL, GGUF_USERS, GGUF_UNUSED = range(1, 6)  # kinds of tokens
+GGUF_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
+GGUF_NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}  # 8 is a text, 9 a list
+GGUF_NO_MERGE = "ÿ ÿ"  # llama.cpp wants some merges; no text has these bytes, ff and ff
+U32 = 4
+F32 = 6
+U64 = 10
+GGUF_LINK = "model.gguf"  # in the folder of an import
+# What reading values of any kind may raise.
+GGUF_FAULTS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+
+def load_gguf():
+    """Return the module gguf. Raises UserError if it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("needs gguf: pip install gguf") from None
+    return gguf
+
+
+class GgufReader:
+    """Reads a GGUF file from front to back. Raises ValueError where it ends too early.
+
+    The package's own reader goes on for hours where a damaged file says that a list is long.
+    """
+
+    def __init__(self, path):
+        self.data = np.memmap(path, mode="r").view(np.ndarray)
+        self.place = 0
+
+    def numbers(self, dtype, count):
+        """Return an array of numbers."""
+        start = self.place
+        self.place += count * np.dtype(dtype).itemsize
+        if self.place > len(self.data):
+            raise ValueError(f"it has {len(self.data)} bytes, needs {self.place}")
+        return self.data[start : self.place].view(dtype)
+
+    def number(self, kind):
+        """Return a number. One in float32 is what it was written as, 1e-05 or 0.1."""
+        (number,) = self.numbers(GGUF_NUMBERS[kind], 1)
+        return float(str(number)) if kind == F32 else number.item()
+
+    def text(self):
+        """Return a text."""
+        return self.numbers("u1", self.number(U64)).tobytes().decode()
+
+    def value(self, kind):
+        """Return a number, a text or a list."""
+        if kind == 8:
+            return self.text()
+        if kind != 9:
+            return self.number(kind)
+        kind = self.number(U32)
+        count = self.number(U64)
+        if kind in GGUF_NUMBERS:
+            return self.numbers(GGUF_NUMBERS[kind], count).tolist()
+        return [self.value(kind) for _ in range(count)]
+
+    def header(self):
+        """Return the number of tensors, and the metadata by key."""
+        if self.numbers("u1", 4).tobytes() != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = self.number(U32)
+        if version not in (2, 3):
+            raise ValueError(f"version {version}: must be 2 or 3")
+        count = self.number(U64)
+        metadata = {}
+        for _ in range(self.number(U64)):
+            key = self.text()
+            metadata[key] = self.value(self.number(U32))
+        return count, metadata
+
+    def tensor(self):
+        """Return name, shape, type and place of a tensor."""
+        name = self.text()
+        sizes = self.numbers("<u8", self.number(U32)).tolist()
+        if not all(sizes):
+            raise ValueError(f"{name!r:.50} has no numbers")
+        kind = load_gguf().GGMLQuantizationType(self.number(U32))
+        return name, sizes[::-1], kind, self.number(U64)
+
+
+@dataclass
+class GgufTensor(HfTensor):
+    """A tensor in a GGUF file."""
+
+    kind: int  # its type, of GGMLQuantizationType
+    content: np.ndarray  # (..., bytes of a row), mapped
+    head_dim: int = 0  # of queries and keys whose rows llama.cpp has in another order; else 0
+
+    def read(self):
+        """Return the tensor in float32. Raises UserError."""
+        try:
+            w = load_gguf().dequantize(self.content, self.kind)
+        except (NotImplementedError, ValueError) as error:
+            raise UserError(f"{self.path}: {self.key}: cannot be read: {error!s:.200}") from None
+        w = torch.tensor(w)
+        if self.head_dim:
+            # llama.cpp rotates neighbours, transformers the two halves of a head.
+            w = w.view(-1, self.head_dim // 2, 2, w.size(1)).transpose(1, 2).reshape(w.shape)
+        return w
+
+
+@functools.lru_cache(1)
+def open_gguf(path):
+    """Return the metadata of a GGUF file by key, and its GgufTensors by name. Raises UserError."""
+    gguf = load_gguf()
+    if not path.is_file():
+        raise UserError("no such file")
+    try:
+        reader = GgufReader(path)
+        count, metadata = reader.header()
+        listed = [reader.tensor() for _ in range(count)]
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-reader.place // alignment) * alignment
+        tensors = {}
+        for key, shape, kind, place in listed:
+            sizes = gguf.quants.quant_shape_to_byte_shape(shape, kind)
+            reader.place = start + place
+            content = reader.numbers("u1", math.prod(sizes)).reshape(sizes)
+            block, part, end = re.fullmatch(r"(blk\.\d+\.)?(.*?)(\.\w+)?", key).groups("")
+            name = block.replace("blk", "model.layers") + GGUF_PARTS.get(part, part) + end
+            # A type without a float of its own is not one of weights.
+            dtype = kind.name if re.fullmatch(r"I\d+", kind.name) else "F32"
+            tensors[key] = GgufTensor(path, key, name, dtype, shape, kind, content)
+    except GGUF_FAULTS as error:
+        raise UserError(f"no whole GGUF file: {error!s:.200}") from None
+    return metadata, tensors
+
+
+def gguf_headers(path):
+    """Return the GgufTensors of a file, see hf_headers."""
+    metadata, tensors = open_gguf(path)
+    shape = hf_shape(gguf_config(metadata, tensors))
+    if metadata["general.architecture"] == "llama":
+        for key, tensor in tensors.items():
+            if re.search(r"attn_[qk]\.weight$", key):
+                tensor.head_dim = shape["head_dim"]
+    return [tensor for key, tensor in tensors.items() if key != "rope_freqs.weight"]
+
+
+def unpack_gguf(path, folder):
+    """Write what a GGUF file says into a folder of transformers, with a link to it. UserError."""
+    metadata, tensors = open_gguf(path.resolve())
+    files = {"config.json": json_bytes(gguf_config(metadata, tensors))}
+    try:
+        files |= gguf_tokenizer(metadata)
+    except GGUF_FAULTS as error:
+        raise UserError(
+            f"its tokenizer is not understood: {type(error).__name__} {error!s:.200}"
+        ) from None
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / GGUF_LINK).symlink_to(path.resolve())
+
+
+def gguf_config(metadata, tensors):
+    """Return the config.json that a GGUF file stands for. Raises UserError for what it cannot have."""
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in GGUF_ARCHITECTURES:
+        names = ", ".join(GGUF_ARCHITECTURES)
+        raise UserError(f"general.architecture={architecture!r:.50}: must be one of {names}")
+    if metadata.get("split.count", 1) != 1:
+        raise UserError(f"split.count={metadata['split.count']}: must be one whole file")
+    config = {
+        "architectures": [GGUF_ARCHITECTURES[architecture]],
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    if "token_embd.weight" in tensors:
+        config["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    for key, value in metadata.items():
+        prefix, _, name = key.partition(".")
+        # Meta's files and Hugging Face's have one order of rows here, whatever this says.
+        if prefix != architecture or name == "tensor_data_layout":
+            continue
+        if name not in GGUF_CONFIG:
+            raise UserError(f"{key}={value!r:.50}: is not known; it may change what is computed")
+        field_name = GGUF_CONFIG[name]
+        if config.setdefault(field_name, value) != value:
+            raise UserError(f"{key}={value!r:.50}: must be {config[field_name]!r:.50}")
+    if "rope_freqs.weight" in tensors:
+        base = hf_real(config, "rope_theta", ROPE_BASE)
+        config["rope_scaling"] = gguf_rope(base, tensors["rope_freqs.weight"].read())
+    return config
+
+
+def llama3_divisors(dims, base, scaling):
+    """Return what llama.cpp divides the rates of rotary positions by (dims / 2,), see rotation."""
+    factor, low, high, length = scaling
+    rates = base ** -(torch.arange(0, dims, 2) / dims)
+    turns = length * rates / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return 1 / (keep + (1 - keep) / factor)
+
+
+def gguf_rope(base, divisors):
+    """Return rope_scaling of a config.json for divisors of the rates. Raises UserError without one.
+
+    A file has no factors beside them. Llama 3.1 to 3.3 have 1 and 4.
+    """
+    for length in (2**power for power in range(4, 24)):
+        scaling = [divisors.max().item(), 1.0, 4.0, length]
+        expected = llama3_divisors(2 * len(divisors), base, scaling)
+        if torch.allclose(expected, divisors, rtol=1e-5):
+            names = ("factor", "low_freq_factor", "high_freq_factor")
+            named = dict(zip(names, scaling[:3], strict=True))
+            return {"rope_type": "llama3", "original_max_position_embeddings": length} | named
+    raise UserError("rope_freqs.weight: must be Llama 3's, with factors 1 and 4")
+
+
+def gguf_tokenizer(metadata):
+    """Return the files of a tokenizer in a folder of transformers, by name. Raises UserError."""
+    values = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in metadata.items()
+        if key.startswith("tokenizer.ggml.")
+    }
+    kind = values.get("model")
+    if kind not in ("gpt2", "llama"):
+        raise UserError(f"tokenizer.ggml.model={kind!r:.50}: must be gpt2 or llama")
+    if values.get("add_eos_token"):
+        raise UserError("tokenizer.ggml.add_eos_token: must be false; no text ends with a token")
+    tokens = values["tokens"]
+    config = {"add_bos_token": values.get("add_bos_token", True)}
+    for name, long_name in GGUF_TOKENS.items():
+        if f"{long_name}_token_id" in values:
+            config[f"{name}_token"] = tokens[values[f"{long_name}_token_id"]]
+    pattern = re.compile(r"tokenizer\.chat_template(?:\.(\w+))?")
+    templates = [
+        {"name": match[1] or "default", "template": metadata[match[0]]}
+        for match in map(pattern.fullmatch, metadata)
+        if match
+    ]
+    if templates:
+        config["chat_template"] = templates
+    ends = [values.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    files = {
+        "tokenizer_config.json": json_bytes(config),
+        "generation_config.json": json_bytes({"eos_token_id": ends}),
+    }
+    if kind == "gpt2":
+        return files | {"tokenizer.json": json_bytes(gguf_byte_level(values, config))}
+    if not templates and not config["add_bos_token"]:
+        raise UserError("tokenizer.ggml.add_bos_token=False: must be true for SentencePiece")
+    return files | {"tokenizer.model": sentencepiece_content(values)}
+
+
+def gguf_byte_level(values, config):
+    """Return the tokenizer.json of byte-level BPE. Raises UserError for an unknown split.
+
+    values: those of tokenizer.ggml; config: the tokenizer_config.json.
+    """
+    split = values.get("pre")
+    if split not in GGUF_SPLITS:
+        names = ", ".join(GGUF_SPLITS)
+        raise UserError(f"tokenizer.ggml.pre={split!r:.50}: must be one of {names}")
+    vocab = {}
+    added = []
+    for i, (text, kind) in enumerate(zip(values["tokens"], values["token_type"], strict=True)):
+        if kind == GGUF_NORMAL:
+            vocab[text] = i
+        elif kind != GGUF_UNUSED:
+            added.append({"id": i, "content": text, "special": kind != GGUF_USERS})
+    is_llama = split == "llama-bpe"
+    begin = [{"Sequence": {"id": "A"}}]
+    if values.get("add_bos_token", is_llama):
+        begin.insert(0, {"SpecialToken": {"id": config["bos_token"]}})
+    pattern = {"Regex": GGUF_SPLITS[split]}
+    steps = [
+        {"type": "Split", "pattern": pattern, "behavior": "Isolated"},
+        {"type": "ByteLevel", "use_regex": False},
+    ]
+    merges = [merge for merge in values["merges"] if merge != GGUF_NO_MERGE]
+    model = {"type": "BPE", "vocab": vocab, "merges": merges}
+    return {
+        "model": model | {"ignore_merges": is_llama},
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"} if split == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": {"type": "TemplateProcessing", "single": begin},
+    }
+
+
+def proto_field(number, value):
+    """Return a field of a protobuf message: a number from 0 on, a float, or bytes."""
+
+    def varint(rest):
+        data = bytearray()
+        while rest > 127:
+            data.append(rest & 127 | 128)
+            rest >>= 7
+        return bytes(data + bytes([rest]))
+
+    if isinstance(value, float):
+        return varint(8 * number + 5) + struct.pack("<f", value)
+    if isinstance(value, bytes):
+        return varint(8 * number + 2) + varint(len(value)) + value
+    return varint(8 * number) + varint(value)
+
+
+def sentencepiece_content(values):
+    """Return the SentencePiece model that a GGUF file stands for, see sentencepiece_pieces.
+
+    values: those of tokenizer.ggml.
+    """
+    kinds = values["token_type"]
+    pieces = []
+    for text, score, kind in zip(values["tokens"], values["scores"], kinds, strict=True):
+        piece = proto_field(1, text.encode()) + proto_field(2, float(score))
+        pieces.append(proto_field(1, piece + proto_field(3, kind)))
+    trainer = proto_field(3, 2) + proto_field(35, int(6 in kinds))  # BPE; whether it has bytes
+    for place, name in enumerate(("unknown", "bos", "eos", "padding")):
+        i = values.get(f"{name}_token_id")
+        if i is not None:
+            trainer += proto_field(40 + place, i)
+            trainer += proto_field(45 + place, values["tokens"][i].encode())
+    has_prefix = int(values.get("add_space_prefix", True))
+    normalizer = proto_field(1, b"identity") + proto_field(3, has_prefix) + proto_field(4, 0)
+    return b"".join(pieces) + proto_field(2, trainer) + proto_field(3, normalizer)
+
+
+def write_gguf(args, source, network):
+    """Write a model as a GGUF file. Raises UserError for what llama.cpp does not have.
+
+    Norms and biases are float32, matrices of --type: float16 is what all builds of llama.cpp
+    compute fast, and has three more binary digits than bfloat16.
+    """
+    gguf = load_gguf()
+    config = hf_config(network.config)
+    (layout,) = config["architectures"]
+    names = {name: short for short, name in GGUF_ARCHITECTURES.items()}
+    if layout not in names:
+        raise UserError(f"{args.out}: the layout {layout}: must be one of {', '.join(names)}")
+    architecture = names[layout]
+    wanted = args.type or "f16"
+    metadata = {
+        "general.name": args.out.stem,
+        "general.file_type": int(gguf.LlamaFileType[GGUF_TYPES[wanted]]),
+        "general.quantization_version": gguf.GGML_QUANT_VERSION,
+    }
+    metadata |= {f"{architecture}.{key}": config[name] for key, name in GGUF_CONFIG.items()}
+    metadata |= gguf_vocabulary(model_tokenizer(source), config["vocab_size"])
+
+    part = args.out.with_name(f"{args.out.name}.part")
+    writer = gguf.GGUFWriter(part, architecture)
+    adders = {str: writer.add_string, list: writer.add_array, bool: writer.add_bool}
+    adders |= {int: writer.add_uint32, float: writer.add_float32}
+    for key, value in metadata.items():
+        adders[type(value)](key, value)
+    for key, w in gguf_tensors(architecture, network).items():
+        kind = wanted if w.ndim > 1 else "f32"
+        check_gguf_type(kind, key, w)
+        kind = gguf.GGMLQuantizationType[kind.upper()]
+        writer.add_tensor(key, gguf.quantize(w, kind), raw_dtype=kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(part, args.out)
+    finally:
+        part.unlink(missing_ok=True)
+    print(f"{args.out}: {architecture}, {len(metadata)} values of metadata, matrices in {wanted}")
+
+
+def check_gguf_type(kind, key, w):
+    """Raise UserError for a type that a tensor, a float32 array, cannot have."""
+    largest = np.abs(w).max()
+    if kind == "f16" and largest > np.finfo(np.float16).max:
+        raise UserError(f"--type f16: {key} has a weight of {largest:.3g}; must be f32 or bf16")
+    if kind == "q8_0" and w.shape[-1] % 32:
+        raise UserError(f"--type q8_0: {key} has {w.shape[-1]} columns; must be a multiple of 32")
+
+
+def gguf_tensors(architecture, network):
+    """Return the tensors of a GGUF file, float32 arrays, by name. Raises UserError."""
+    config = network.config
+    width = config.attention_width
+    names = {part: name for name, part in GGUF_PARTS.items()}
+    tensors = {}
+    for name, w in hf_views(network).items():
+        block, part, end = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)(\.\w+)", name).groups("")
+        if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+            # See GgufTensor.
+            w = w.view(-1, 2, width // 2, w.size(1)).transpose(1, 2).reshape(w.shape)
+        key = block.replace("model.layers", "blk") + names[part] + end
+        tensors[key] = w.detach().contiguous().numpy()
+    if config.rope_scaling:
+        if architecture != "llama":
+            raise UserError(f"rope_scaling={config.rope_scaling}: llama.cpp has it in Llama alone")
+        divisors = llama3_divisors(width, config.rope_base, config.rope_scaling)
+        tensors["rope_freqs.weight"] = divisors.numpy()
+    return tensors
+
+
+def gguf_vocabulary(tokenizer, count):
+    """Return the metadata of a tokenizer by key. Raises UserError for one that llama.cpp does not have.
+
+    count: rows of the embedding; those without a token are unused.
+    """
+    files = tokenizer_files(tokenizer)
+    config = json.loads(files["tokenizer_config.json"])
+    described = json.loads(files["tokenizer.json"])
+    added = {
+        token["id"]: (token["content"], GGUF_CONTROL if token["special"] else GGUF_USERS)
+        for token in described["added_tokens"]
+    }
+    if "tokenizer.model" in files:
+        pieces, values = gguf_sentencepiece(files["tokenizer.model"], count)
+        pieces = added | pieces
+    else:
+        pieces = {i: (text, GGUF_NORMAL) for text, i in described["model"]["vocab"].items()} | added
+        values = gguf_merges(tokenizer, described["model"]["merges"])
+    listed = [pieces.get(i, (f"[PAD{i}]", GGUF_UNUSED)) for i in range(count)]
+    values["tokens"] = [text for text, _ in listed]
+    values["token_type"] = [kind for _, kind in listed]
+    ids = {text: i for i, (text, _) in added.items()}
+    for name, long_name in GGUF_TOKENS.items():
+        if config.get(f"{name}_token") in ids:
+            values[f"{long_name}_token_id"] = ids[config[f"{name}_token"]]
+    # The end of a turn, the largest id of ours, is llama.cpp's EOT. It takes three ends at most.
+    ends = sorted(stop_ids(tokenizer) - {values["eos_token_id"], tokenizer.bos_id}, reverse=True)
+    values |= {f"{name}_token_id": i for name, i in zip(("eot", "eom"), ends, strict=False)}
+    if ends[2:]:
+        print(f"llama.cpp does not end answers at the tokens {ends[2:]}")
+    values["add_bos_token"] = bool(begin_ids(tokenizer))
+    if tokenizer.facts.get("flags"):
+        print(f"llama.cpp does not know what added tokens are: {tokenizer.facts['flags']}")
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    templates = config.get("chat_template", [])
+    if isinstance(templates, str):
+        templates = [{"name": "default", "template": templates}]
+    for entry in templates:
+        key = f"tokenizer.chat_template.{entry['name']}".removesuffix(".default")
+        metadata[key] = entry["template"]
+    return metadata
+
+
+def gguf_merges(tokenizer, merges):
+    """Return what is particular about byte-level BPE in metadata. UserError for an unknown split."""
+    split = tokenizer.facts.get("split", GPT2_SPLIT)
+    if split == ENCODINGS["gpt2"]["split"]:  # the same parts
+        split = GPT2_SPLIT
+    names = [name for name, known in GGUF_SPLITS.items() if known == split]
+    if not names:
+        raise UserError(f"{tokenizer.file}: llama.cpp has no name for its split {split!r:.90}")
+    merges = [" ".join(pair) for pair in merges] or [GGUF_NO_MERGE]
+    return {"model": "gpt2", "pre": names[0], "merges": merges}
+
+
+def gguf_sentencepiece(content, count):
+    """Return text and kind of a SentencePiece model's pieces by id, and what is particular about it.
+
+    Raises UserError for what llama.cpp does not compute.
+    """
+    names, kinds, scores = sentencepiece_pieces(content)
+    trainer, normalizer = sentencepiece_options(content)
+    faults = {
+        "model_type must be bpe": trainer.get(3, 1) != 2,
+        "byte_fallback must be true": 6 not in kinds,
+        "normalization_rule_name must be identity": bool(normalizer.get(2)),
+        "remove_extra_whitespaces must be false": normalizer.get(4, 1),
+    }
+    for fault, is_there in faults.items():
+        if is_there:
+            raise UserError(f"tokenizer.model: {fault} for llama.cpp")
+    pieces = {}
+    for i, (text, kind) in enumerate(zip(names, kinds, strict=True)):
+        # No piece but itself has a symbol of one letter, and llama.cpp would begin a text behind it.
+        pieces[i] = (text, GGUF_NORMAL if kind == GGUF_USERS and len(text) == 1 else kind)
+    return pieces, {
+        "model": "llama",
+        "scores": scores + [0.0] * (count - len(scores)),
+        "unknown_token_id": kinds.index(GGUF_UNKNOWN),
+        "add_space_prefix": bool(normalizer.get(3, 1)),
+    }
+
+
 # -------------------------------------------------------------------------------------------- main
 def given_tokenizer():
     """Return the tokenizer's file that the environment names, or ""."""
@@ -3350,6 +3932,7 @@ def make_parser():
         if run is import_:
             told = "variable of the chat template, as enable_thinking=false"
             command.add_argument("--set", action="append", metavar="NAME=JSON", help=told)
+    command.add_argument("--type", choices=GGUF_TYPES, help="of a GGUF file's matrices (f16)")
     command.add_argument("--like", type=Path, help="folder of transformers, whose form it gets")
     command.add_argument("--adapters", action="store_true", help="LoRA adapters alone, for PEFT")
     command.add_argument(

