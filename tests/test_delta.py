@@ -205,6 +205,9 @@ def test_forged_headers_are_refused(tmp_path):
         length = struct.unpack_from("<8sII", data)[2]
         body = struct.pack("<8sII", b"UPARDELT", 1, len(frame)) + frame + data[16 + length : -32]
         assert fault(body + hashlib.sha256(body).digest(), base, tmp_path / "d"), name
+    longer = data[:-32] + b"\0"
+    longer += hashlib.sha256(longer).digest()
+    assert "bytes are left over" in fault(longer, base, tmp_path / "d")
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -275,8 +278,7 @@ def test_what_the_commands_print_and_write(
     assert found["tokenizer_sha256"] == shape["tokenizer_sha256"]
     deltas = [{name: made[name] - w for name, w in base.items()} for made in (tuned, tensors)]
     matrices = [name for name, w in base.items() if T.tensor_class(name, w) == "matrix"]
-    largest = max(deltas[0][name].abs().max().item() for name in matrices)
-    assert 1 <= own["scale"] / largest <= 2 and math.frexp(own["scale"])[0] == 0.5
+    assert math.frexp(own["scale"])[0] == 0.5  # a power of two
 
     every, coded = (sum(base[name].numel() for name in names) for names in (base, matrices))
     in_float32 = sum(w.numel() for name, w in base.items() if name.endswith(T.FLOAT32_CONTROLS))

@@ -144,17 +144,6 @@ def test_a_state_is_carried_over_chunks_and_single_steps():
     assert_close(run(in_parts, inputs), oracle(inputs), 1e-10)
 
 
-@pytest.mark.parametrize("kind", ["random", "correlated"])
-def test_bfloat16(kind):
-    """bfloat16 q, k, v with float32 g, beta and state: output bfloat16, state float32."""
-    inputs = make_inputs(kind, torch.float32, t=150, dim_k=32, dim_v=32)
-    inputs[:3] = [x.bfloat16() for x in inputs[:3]]
-    got = run(gdn.gdn_chunk, inputs)
-    dtypes = [torch.bfloat16, torch.float32]
-    assert [x.dtype for x in got] == dtypes + 3 * dtypes[:1] + 3 * dtypes[1:]
-    assert_close(got, oracle(inputs), 2e-2)
-
-
 def test_gradients_are_finite_differences():
     """Of the scan, second ones too; of several chunks, the last of which is not full."""
     torch.manual_seed(0)

@@ -64,13 +64,6 @@ def test_gptq_is_the_textbook_column_by_column(rows, width, samples, bits):
     assert torch.equal(got[:, dead], codes[:, dead]) and not torch.equal(got, codes)
 
 
-def test_gptq_of_inputs_that_are_not_correlated_rounds_to_nearest():
-    for w in (weights(30, 200), torch.zeros(30, 200)):
-        codes, scale = script.quantize(w, 5, 4.0)
-        for hessian in (torch.zeros(200, 200), torch.diag(torch.rand(200) + 0.1)):
-            assert torch.equal(script.gptq(w, scale, hessian), codes)
-
-
 # ----------------------------------------------------------------------------------------- Hessians
 @torch.no_grad()
 @pytest.mark.parametrize("choice", CHOICES)

