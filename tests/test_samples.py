@@ -72,6 +72,9 @@ def test_rows_have_rewards_by_function(tmp_path, capsys):
         "sample:   best  1.5 (right:0.5 nines:none) 'text 1'",
         "sample:   worst 0.25 (right:-0.75 nines:none) 'text 0', cut at MAX_NEW_TOKENS",
     ]
+    samples.tenth = 9  # the last one is the end's
+    samples.trained(rollout, 1.0)
+    assert capsys.readouterr().out == ""
 
 
 def test_of_scores_alone_with_samples_every_0(tmp_path):
