@@ -157,6 +157,7 @@ def test_credit_by_turn(M):
         first, second = 0.5 / first, 0.5 / second
         found = [*itertools.chain(*(one.turn_advantages for one in episodes))]
         assert found == pytest.approx([0, second, first, -first, -second], abs=1e-12)
+    assert M.turn_advantages([[1.0, 5.0], [0.0]], "group", None)[0][1] == 0  # alone at its turn
     before = [0.0] * (len(episodes[0].prompt) - 1)
     assert episodes[2].advantages() == [*before, *[-0.5] * 7]
     assert episodes[0].advantages() == [*before, *[0.0] * 5, *[0.5] * 2]

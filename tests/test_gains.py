@@ -32,18 +32,6 @@ def test_a_controls_gain_is_a_difference_of_two_scores():
     assert values == pytest.approx([0.2, 0.15, 0.25])
 
 
-def test_a_plan_of_distillations():
-    """One teacher for all seeds, which SFT's runs leave when the clock ends them."""
-    settings = {"max_wallclock_seconds": "9"}
-    rows = gains.plan_distillations(["sort"], ["GRPO", "SFT"], 2, settings, 600, Path("/o"))
-    first, second = (row.runs[1] for row in rows)
-    paths = {"init_from": "/o/start_sort_seed_2", "teacher": "/o/teacher_sort_600"}
-    common = {**settings, **paths, "train_files": "/o/sort.jsonl", "seed": 2}
-    assert (first.script, first.settings) == ("train_grpo.py", common)
-    assert (second.name, second.script) == ("sft_sort_teacher_600_seed_2", "train_sft.py")
-    assert second.settings == {**common, "epochs": 1000}
-
-
 def test_plan_rows_and_table():
     given = {"prompts_per_step": "32"}
     rows = gains.make_plan(["sort"], ["GRPO", "GSPO"], 3, given, True, Path("/o"))

@@ -184,6 +184,7 @@ def test_advantages_are_their_formula(M, scale):
     assert found.flatten().tolist() == pytest.approx(advantages_of(REWARDS, scale), abs=1e-12)
     for size, value in itertools.product((3, 7, 12), (0.1, 1 / 3, -1e6 / 3)):
         assert not M.group_advantages(torch.tensor([[value] * size]), scale, rewards.std()).any()
+    assert M.has_one_reward(torch.tensor([[1.0, 1.0, 0.0], [0.5] * 3])).tolist() == [False, True]
 
 
 # ------------------------------------------------------------------------------------- rows and log-probabilities

@@ -27,7 +27,6 @@ from conftest import (
 )
 
 GUIDE = "ppo.md"
-COIN = f"{ROOT / 'data' / 'tasks.py'}:coin"
 
 
 @pytest.fixture(scope="session")
@@ -63,24 +62,10 @@ def test_a_run_by_a_reward_model(place, judge):
     place.same("judged stopped", "judged")
 
 
-def test_adapters_and_a_random_reward(place):
-    """Coins: about half of the samples are rewarded whatever they say."""
-    place.run("adapted", LORA_RANK=4, QAT=0, REWARD=COIN, ITERATIONS=6, EMA=0, SWA=0)
-    rewards = [step["reward"] for step in place.steps("adapted")]
-    assert abs(sum(rewards) / 6 - 0.5) < 4 * 0.5 / 96**0.5
-    _, tensors, _ = P.read_artifact(place.of("adapted") / "model.upar")
-    assert not any("lora" in name or name == "w_value" for name in tensors)
-
-
 def test_faults_are_one_line(place, judge, letters):
-    for changes, said in (
-        ({"REWARD_MODEL": "none"}, "REWARD_MODEL='none': no such file; must be a run"),
-        (
-            {"REWARD_MODEL": letters / "policy"},
-            r"REWARD_MODEL='\S+': .* has no value head; must be",
-        ),
-    ):
-        assert re.match(f"error: {said}", place.refused("fault", **{**SHORT, **changes})), said
+    for judge_of in ("none", letters / "policy"):  # no file, and a model without a value head
+        line = place.refused("fault", **{**SHORT, "REWARD_MODEL": judge_of})
+        assert line.startswith(f"error: REWARD_MODEL='{judge_of}': "), line
     place.run("again", stop_at(0), 128 + signal.SIGTERM, **SHORT)
     line = place.run("again", code=2, **{**place.unset, "RESUME": "run", "REWARD_MODEL": judge}).err
     assert re.match("error: REWARD_MODEL=.*must stay '' under RESUME", line), line

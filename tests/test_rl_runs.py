@@ -420,7 +420,6 @@ FAULTS = [  # rows, settings, and what the line says
     ([], {}, "TRAIN_FILES|0 rows"),
     (None, {"MAX_NEW_TOKENS": 2048}, "MAX_NEW_TOKENS=2048: .*2048"),
     (None, {"INIT_FROM": ""}, "INIT_FROM=''"),
-    (None, {"LORA_RANK": 4, "QAT": 1}, "QAT=1"),
     (None, {"ITERATIONS": 0}, "ITERATIONS"),
 ]
 
