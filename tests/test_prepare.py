@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from test_data import HARD_TEXTS, NO_SPACE, fake_encoding, tokenized, train_model
 
-from conftest import ROOT, environment, load_script, refusal, start
+from conftest import ROOT, load_script, refusal
 
 SCRIPT = ROOT / "data" / "prepare.py"
 prepare = load_script(SCRIPT)
@@ -121,6 +121,19 @@ def test_split_by_hash_and_seeded_order(tmp_path):
         for split, side in sides.items():
             order = {sha256(f"{seed}:".encode() + sha256(text)): text for text in side}
             assert documents(tmp_path / str(seed), split) == [order[key] for key in sorted(order)]
+
+
+def test_few_documents_are_refused_with_a_limit_that_works(tmp_path):
+    """One document is within it, and the rest trains."""
+    texts = [words(i, 25) for i in range(5, 10)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    request = (source, "--out", tmp_path / "out", *BYTES)
+    message = "^no validation document among 5 documents .*; must be (.*), or give --val$"
+    options = re.match(message, refuses(message, *request))[1].split()
+    assert options[2] == "--val-max-bytes"
+    manifest = run(*request, "--val-frac", 0.9, *options[2:])
+    assert 0 < manifest["val"]["source_bytes"] <= int(options[3])
+    assert all_documents(tmp_path / "out") == encoded(texts)
 
 
 def test_a_vocabulary_above_65536_is_written_as_uint32(tmp_path, monkeypatch):
@@ -414,15 +427,17 @@ OPTIONS = {
 }
 
 
-def test_option_errors(tmp_path, monkeypatch):
+def test_option_errors(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source = write_jsonl(tmp_path / "a.jsonl", [words(i) for i in range(3)])
     write_jsonl(tmp_path / "empty.jsonl", ["", " "])
     for options, message in OPTIONS.items():
         refuses(message, source, "--out", "out", *options.split())
-    done = start([SCRIPT, tmp_path / "none.jsonl"], environment())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch("error: source .*none.jsonl: .*\n", done.stderr)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "none.jsonl"])
+    with pytest.raises(SystemExit) as ended:
+        prepare.main()
+    assert ended.value.code == 2
+    assert re.fullmatch("error: source none.jsonl: .*\n", capsys.readouterr().err)
 
 
 def test_standard_library_is_chosen_by_size(tmp_path, monkeypatch):

@@ -215,6 +215,7 @@ LINES = {
     'OUT_DIR="  spaces  "': "  spaces  ",
     "export OUT_DIR=a": "a",
     "  OUT_DIR =  a b\t": "a b",
+    "OUT_DIR = 'a # b'": "a # b",
     "OUT_DIR=a=b": "a=b",
     "OUT_DIR=a\u2028b\x0cc": "a\u2028b\x0cc",
     "\ufeffOUT_DIR=größer": "größer",
