@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
+import quantize as Q
 import train_dpo
 import train_gpt as T
 import train_grpo
@@ -26,12 +27,10 @@ SHOWN = {
     "Parameter Golf's settings": "settings.values_and_the_settings_of_others_are_accepted",
     "schedules that fire": "schedule.every_phase_fires_and_the_rate_reaches_its_floor",
     "impossible phases": "schedule.impossible_plans_are_errors",
-    "oscillating units, learnable frequency and phase, sparse events": "family.the_bio_mlp_against_the_seeds_formulas",
-    "their gradients": "family.oscillation_and_its_gradients_in_closed_form",
     "averages": "schedule.ema_and_swa_closed_forms",
     "phases under any clock": "smoke.every_phase_fires_under_a_clock_that_cuts_the_run",
     "optimizers in whole runs": "smoke.every_choice_trains_and_packs",
-    "checkpointing of activations": "family.checkpointing_gives_the_same_gradients",
+    "checkpointing of activations": "family.gradients_are_finite_differences_with_and_without_checkpointing",
     "mixtures": "data.open_data_of_a_mixture",
     "sharded loading": "data.token_stream_is_the_concatenation_read_round",
     "ids of SentencePiece": "data.byte_tables_are_the_decoded_bytes",
@@ -53,7 +52,6 @@ SHOWN = {
     "BitDelta": "delta.bitdelta_against_numpy",
     "DeltaQuant": "delta.codes_of_deltaquant",
     "deltas as commands": "delta.what_the_commands_print_and_write",
-    "deltas in a program": "delta.quantizers_of_a_program",
     "LoRA": "lora.an_adapted_network_is_that_of_the_dense_sums",
     "PEFT": "models.adapters_go_out_merged_or_alone",
     "rows and masks": "sft.ids_and_targets_by_hand",
@@ -147,6 +145,14 @@ def test_layers_are_gated_deltanet_windows_full_attention_and_shared_ones():
         params = network(layer_pattern=pattern).parameters()
         counts[pattern] = sum(param.numel() for param in params if param.ndim > 1)
     assert counts["g a a"] > counts["g a1 a1"] > counts["g A1 A1"] == counts["g a"]
+
+
+@pytest.mark.parametrize("mlp", ["bio", "bio_soft"])
+def test_bio_units_learn_frequency_and_phase(mlp):
+    net = network(mlp=mlp)
+    nats(net).mean().backward()
+    waves = [param.grad for name, param in net.named_parameters() if "wave" in name]
+    assert waves and all((grad != 0).any(1).all() for grad in waves)
 
 
 def test_one_bio_unit_learns_xor():
@@ -264,6 +270,15 @@ def test_trainers_in_a_program(module):
     given = dict(model=small_network(), ref_model=small_network(1), tokenizer=BYTES)
     own = trainer(**given, args=config(**shape, kl_beta=0.1), train_dataset=["a", "bc"])
     assert len(own.train(reward)) == 1
+
+
+def test_deltas_in_a_program():
+    base, weight = torch.randn(4, 128), torch.randn(4, 128)
+    quantizer = Q.BitDeltaQuantizer(group_size=128)
+    signs, scales = quantizer.quantize(weight, base)
+    made = quantizer.dequantize(base, signs, scales)
+    expected = base + (weight - base).sign() * (weight - base).abs().mean(1, keepdim=True)
+    assert torch.allclose(made, expected, atol=1e-6)
 
 
 def test_frozen_weights_stay_as_they_are():

@@ -232,8 +232,8 @@ def main() -> None:
         given |= dict(val_files=args.test.resolve())
     changes = {name.lower(): value for name, value in args.set}
     scripts = {arm.script for arm in form.arms.values()}
-    taken = [name for script in scripts for name in known_settings(script, changes)]
-    if changes.keys() != {*taken}:
+    taken = set().union(*(known_settings(script, changes) for script in scripts))
+    if changes.keys() != taken:
         parser.error(f"--set: no script has {', '.join(changes.keys() - taken)}")
     given |= changes
     figures = {name: [] for name in form.arms if name in {*wanted, *starts}}
