@@ -312,11 +312,14 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
     assert found == pytest.approx(expected, abs=1e-12) and len(set(expected)) == 12
     assert rollout.metrics["reward"] == pytest.approx(statistics.mean(expected), abs=1e-9)
     problems = [{"prompt": query, "answer": "?"} for query in QUERIES]
-    found = P.JudgedExam(problems, P.load_rewards("exact")).scores(own)["reward_model"]
+    is_long = P.Reward("long", lambda completions: [len(text) > 2 for text in completions])
+    found = P.JudgedExam(problems, [is_long]).scores(own)
     seeds = [(1337, P.EVAL_STEP, number) for number in range(4)]
     answers = own.sample(QUERIES, 8, 1.0, seeds)
     expected = P.answer_values(judge, answers, 1 << 30).view(4, 8).mean(1)
-    assert (found - expected).abs().max() < 1e-9
+    assert (found["reward_model"] - expected).abs().max() < 1e-9
+    marks = torch.tensor([float(len(answer.text) > 2) for answer in answers]).view(4, 8)
+    assert torch.equal(found["pass1"], marks.mean(1)) and torch.equal(found["pass8"], marks.amax(1))
     assert len(own.train()) == 2 and furthest(before, state(judge)) == 0
     judge.w_value.data.fill_(math.inf)
     refusal(P.UserError, "REWARD_MODEL", own.train)
