@@ -305,5 +305,6 @@ def test_rl_prints_speeds_and_their_ratio(monkeypatch, tmp_path, capsys):
     saved = json.loads((tmp_path / "o.json").read_text())
     plain, compiled, theirs, *others = (row[0] for row in saved["tokens_per_second"].values())
     assert list(saved["ratios"].values()) == [plain / theirs, compiled / theirs]
-    assert len(others) == 2 and min(others) > 0  # a rollout, an update
+    rollout, update = others
+    assert 0 < update < 10 * rollout  # no answer is left out
     assert f"ours {plain / theirs:.2f}, ours, compiled" in capsys.readouterr().out

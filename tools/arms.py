@@ -133,7 +133,7 @@ def bench_options(args: argparse.Namespace) -> list[str]:
             for arm, settings in choice["arms"].items():
                 place = folder / re.sub(r"\W+", "_", f"{name}_{arm}_{repeat}")
                 runs[name, arm, repeat] = run_script(script, place, "", {**common, **settings})
-    rows = [["choice", *OPTION_COLUMNS, "the seed's claim", "measured"]]
+    rows = [["choice", *OPTION_COLUMNS, "claimed elsewhere", "measured"]]
     for name, choice in choices.items():
         arms = []
         for arm in choice["arms"]:

@@ -187,6 +187,7 @@ def our_figures(rows: list[dict]) -> dict:
         "sampled_tok_s": sum(tokens) / sampling,
         "updated_tok_s": statistics.fmean(row["train_tok_s"] for row in rows),
         "trained": statistics.fmean(1 - row["zero_variance"] for row in rows),
+        "rewards": [row["reward"] for row in rows],
     }
 
 
@@ -247,7 +248,8 @@ def trl_config(order: dict, script: ModuleType):
 def timed_trainer(seconds: float) -> type:
     """Return GRPOTrainer with a clock, which ends it behind a whole step when the time is over.
 
-    `spent` has the seconds of generation and of rewards, `sampled` the tokens of each step.
+    `spent` has the seconds of generation and of rewards, `sampled` the tokens and `rewards` the
+    mean reward of each step.
     """
     import transformers
     import trl
@@ -259,6 +261,7 @@ def timed_trainer(seconds: float) -> type:
             super().__init__(**options, callbacks=[stop])
             self.spent = {"generation": 0.0, "rewards": 0.0}
             self.sampled = []
+            self.rewards = []
 
         def _generate(self, prompts):
             begin = time.perf_counter()
@@ -271,6 +274,7 @@ def timed_trainer(seconds: float) -> type:
             begin = time.perf_counter()
             rewards = super()._calculate_rewards(*args)
             self.spent["rewards"] += time.perf_counter() - begin
+            self.rewards.append(rewards.mean().item())
             return rewards
 
         def figures(self):
@@ -281,6 +285,7 @@ def timed_trainer(seconds: float) -> type:
                 "sampled_tok_s": sum(self.sampled) / self.spent["generation"],
                 "updated_tok_s": sum(self.sampled) * SETTINGS["epochs"] / trained,
                 "trained": 1.0,
+                "rewards": self.rewards,
             }
 
     class Stop(transformers.TrainerCallback):
@@ -334,6 +339,7 @@ COLUMNS = {
     "greedy before": "{:.3f}",
     "greedy after": "{:.3f}",
     "steps": "{:,.0f}",
+    "reward, equal steps": "{:.3f}",
     "sampled tokens/s": "{:,.0f}",
     "updated tokens/s": "{:,.0f}",
     "trained": "{:.2f}",
@@ -341,10 +347,17 @@ COLUMNS = {
 }
 
 
-def table_row(before: float, figures: dict) -> list[float]:
-    """Return the numbers of a run, in the order of COLUMNS."""
-    names = ("steps", "sampled_tok_s", "updated_tok_s", "trained", "memory_mib")
-    return [before, figures["greedy"][0], *(figures[name] for name in names)]
+def table_row(seed: dict, name: str) -> list[float]:
+    """Return the numbers of a run, in the order of COLUMNS.
+
+    The reward is the mean of training over the steps that both runs of the seed took.
+    """
+    figures = seed[name]
+    steps = min(seed["ours"]["steps"], seed["trl"]["steps"])
+    reward = statistics.fmean(figures["rewards"][:steps])
+    names = ("sampled_tok_s", "updated_tok_s", "trained", "memory_mib")
+    measured = (figures[name] for name in names)
+    return [seed["before"][0], figures["greedy"][0], figures["steps"], reward, *measured]
 
 
 def race_table(seeds: list[dict]) -> list[list]:
@@ -355,7 +368,7 @@ def race_table(seeds: list[dict]) -> list[list]:
     lines = [["", "seed", *COLUMNS]]
     means = {}
     for name, title in NAMES.items():
-        rows = [table_row(seed["before"][0], seed[name]) for seed in seeds]
+        rows = [table_row(seed, name) for seed in seeds]
         for seed, row in zip(seeds, rows, strict=True):
             lines.append([title, seed["seed"], *formatted(row)])
         means[name] = [statistics.fmean(column) for column in zip(*rows, strict=True)]
@@ -432,8 +445,9 @@ def main() -> None:
     print(text)
     path = args.write or race.out / "race"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    content = {"settings": SETTINGS, "ours_alone": OURS_ALONE, "seeds": seeds, **vars(args)}
-    path.with_suffix(".json").write_text(json.dumps(content, indent=1, default=str) + "\n")
+    content = {"settings": SETTINGS, "ours_alone": OURS_ALONE, "seeds": seeds}
+    content |= {name: getattr(race, name) for name in ("seconds", "threads", "dim", "start_steps")}
+    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     print(f"written: {path.with_suffix('.md')} and .json")
 
 
