@@ -76,6 +76,8 @@ SHOWN = {
     "lm-evaluation-harness": "harness.published_tasks",
     "Llama, Qwen2, Qwen3, Qwen3.5": "models.logits_and_gradients_are_those_of_transformers",
     "safetensors": "models.exports_are_the_model",
+    "GGUF": "gguf.a_file_comes_back_as_it_went_out",
+    "llama.cpp": "gguf.llama_cpp_computes_the_same",
     "other layouts": "remote.logits_and_greedy_texts",
     "chat": "chat.a_chat_keeps_its_history_until_it_is_reset",
 }
