@@ -64,8 +64,16 @@ TENSORS = [
     (SCALE, torch.ones(7), f"has the tensor {SCALE!r} of shape (7,), which is "),
     (SCALE, torch.ones(32).int(), f"model.pt has no weights under {SCALE!r}"),
     (SCALE, torch.ones(32).to(torch.float8_e4m3fn), f"model.pt has no weights under {SCALE!r}"),
-    (SCALE, torch.full((32,), torch.nan), f"has NaN or infinite weights in the tensor {SCALE!r}"),
-    (SCALE, -torch.full((32,), torch.inf), f"has NaN or infinite weights in the tensor {SCALE!r}"),
+    (
+        SCALE,
+        torch.tensor([torch.nan] + [1.0] * 31),
+        f"has NaN or infinite weights in the tensor {SCALE!r}",
+    ),
+    (
+        SCALE,
+        torch.tensor([-torch.inf] + [1.0] * 31),
+        f"has NaN or infinite weights in the tensor {SCALE!r}",
+    ),
     # Beyond float32 a weight is infinite.
     (
         SCALE,
