@@ -1151,7 +1151,7 @@ class UnderparForCausalLM(UnderparPreTrainedModel, GenerationMixin):
         if position_ids is not None:
             count = (input_ids if inputs_embeds is None else inputs_embeds).size(1)
             position_ids = position_ids[:, -count:]
-        for name in ("labels", "is_first_iteration"):
+        for name in ("labels", "is_first_iteration", "tokenizer", "assistant_tokenizer"):
             kwargs.pop(name, None)
         return {
             **kwargs,
