@@ -229,8 +229,9 @@ def newest_checkpoint(folder):
 # === shared: files ===
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory.
-    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(data).hexdigest()
 
 
 def check_json(value, kind, path):
@@ -1962,7 +1963,9 @@ def find_tokenizer(source, tokenizer_path, read):
     """Return read(path) of a MODEL's tokenizer: TOKENIZER_PATH, or the one beside it. UserError."""
     folder = source.path.parent
     beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
-    tokenizer = read(tokenizer_path or beside[0])
+    path = tokenizer_path or beside[0]
+    with one_line(f"{path}: no tokenizer of these scripts"):
+        tokenizer = read(path)
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
     is_right = is_right and tokenizer.bos_id == source.shape["bos_id"]
@@ -2064,7 +2067,6 @@ RESPONSE_TEMPLATE = {
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
         },
-        "content": {"close": "<|end|>", "content": "text"},
     },
 }
 
@@ -2593,7 +2595,8 @@ def misreading_class(folder, facts):
     """Return the class by which transformers 5 reads a folder's tokenizer not as its file says, or ""."""
     config = read_json(folder / "tokenizer_config.json")
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
-    name = HF_MODEL_CLASSES.get(read_json(folder / "config.json").get("model_type"), name)
+    kind = str(read_json(folder / "config.json").get("model_type"))
+    name = HF_MODEL_CLASSES.get(kind, name)
     # Where SentencePiece puts a space before a text, this class may not.
     is_other = name == "LlamaTokenizer" and "sentencepiece" in facts
     return name if is_other or is_misread(name, facts) else ""
@@ -2711,6 +2714,15 @@ def check_ids(vocab, added, size):
         vocab.get(a, i) != i for a, i in added.items()
     ):
         raise UserError("tokenizer.json: two tokens have one id, or one has two")
+    # The package tokenizers goes by the file's ids in the vocabulary alone, and numbers the others.
+    expected = len(vocab)
+    for text, i in added.items():
+        if text not in vocab and i != expected:
+            raise UserError(
+                f"tokenizer.json: added token {text!r:.50} has the id {i}: must be {expected}, which "
+                "tokenizers gives it"
+            )
+        expected = max(expected, i + 1)
 
 
 def tokenizer_config(folder):
@@ -3101,12 +3113,16 @@ def tokenizer_files(tokenizer):
     names = {"bos_token": bos, "eos_token": bos, "pad_token": bos} | facts.get("names", {})
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {name: text for name, text in names.items() if text}
+    config["padding_side"] = "left"  # as generate needs it
     template = listed_templates(facts)
     if tokenizer.roles:
         template = read_tool("chat_template.jinja").decode()  # the layout of asked_ids
         if not begin_ids(tokenizer):
             template = template.replace("{{- bos_token }}\n", "")
-        config["response_template"] = RESPONSE_TEMPLATE
+        # A row of a batch that has ended is filled with BOS, which would count as another answer.
+        content = {"content": {"close": ["<|end|>", bos], "content": "text"}}
+        fields = {"fields": RESPONSE_TEMPLATE["fields"] | content}
+        config["response_template"] = RESPONSE_TEMPLATE | fields
     if template:
         config["chat_template"] = template
     files = {"tokenizer_config.json": json_bytes(config)}

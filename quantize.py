@@ -672,8 +672,9 @@ def newest_checkpoint(folder):
 # === shared: files ===
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory.
-    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(data).hexdigest()
 
 
 def check_json(value, kind, path):
@@ -2592,7 +2593,9 @@ def find_tokenizer(source, tokenizer_path, read):
     """Return read(path) of a MODEL's tokenizer: TOKENIZER_PATH, or the one beside it. UserError."""
     folder = source.path.parent
     beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
-    tokenizer = read(tokenizer_path or beside[0])
+    path = tokenizer_path or beside[0]
+    with one_line(f"{path}: no tokenizer of these scripts"):
+        tokenizer = read(path)
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
     is_right = is_right and tokenizer.bos_id == source.shape["bos_id"]

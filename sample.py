@@ -811,8 +811,9 @@ def describe_machine(runtime):
 # === shared: files ===
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory.
-    return hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(data).hexdigest()
 
 
 def check_json(value, kind, path):
