@@ -3073,6 +3073,15 @@ def listed_templates(facts):
     return [{"name": name, "template": facts[fact]} for name, fact in names.items()]
 
 
+def response_template(bos):
+    """Return RESPONSE_TEMPLATE with the ends of an answer.
+
+    A row of a batch that has ended is filled with BOS, which would count as another answer.
+    """
+    content = {"close": ["<|end|>", bos], "content": "text"}
+    return RESPONSE_TEMPLATE | {"fields": RESPONSE_TEMPLATE["fields"] | {"content": content}}
+
+
 def tokenizer_files(tokenizer):
     """Return the files that a tokenizer of these scripts has in transformers, by name.
 
@@ -3119,10 +3128,7 @@ def tokenizer_files(tokenizer):
         template = read_tool("chat_template.jinja").decode()  # the layout of asked_ids
         if not begin_ids(tokenizer):
             template = template.replace("{{- bos_token }}\n", "")
-        # A row of a batch that has ended is filled with BOS, which would count as another answer.
-        content = {"content": {"close": ["<|end|>", bos], "content": "text"}}
-        fields = {"fields": RESPONSE_TEMPLATE["fields"] | content}
-        config["response_template"] = RESPONSE_TEMPLATE | fields
+        config["response_template"] = response_template(bos)
     if template:
         config["chat_template"] = template
     files = {"tokenizer_config.json": json_bytes(config)}
