@@ -11,7 +11,8 @@ FOLDER has config.json, safetensors files and a tokenizer, or is a GGUF file. MO
 folder, or a run's folder (its newest whole checkpoint). The environment variable TOKENIZER_PATH names
 another SentencePiece model, or `bytes`. docs/models.md says what works.
 
-Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py);
+in a copy of your own change them as you like.
 The rest is this script's: layouts (names that begin with hf_: config.json and safetensors in and
 out), tokenizers (tokenizer.json and chat templates), commands, GGUF, and main.
 

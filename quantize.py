@@ -10,7 +10,8 @@ MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, 
 newest whole checkpoint), or what `unpack` or `apply` wrote. Settings below are environment
 variables, in capitals; DATA_PATH and MATRIX_BITS are the checkpoint's unless they are given.
 
-Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py);
+in a copy of your own change them as you like.
 The rest is this script's: settings, weights (how a MODEL is packed and written; GPTQ;
 distillation), commands (a function for each, of the parsed arguments), and main, which looks at all
 settings, then calls the command's function.

@@ -4251,11 +4251,14 @@ def with_mark(rewards, spec):
 
 def distinct_names(rewards):
     """Return Rewards with distinct names: of equal ones the second gets the suffix _2."""
-    counts = collections.Counter()
+    taken = set()
     for reward in rewards:
-        counts[reward.name] += 1
-        if counts[reward.name] > 1:
-            reward.name += f"_{counts[reward.name]}"
+        name = reward.name
+        number = 1
+        while reward.name in taken:
+            number += 1
+            reward.name = f"{name}_{number}"
+        taken.add(reward.name)
     return rewards
 
 

@@ -16,14 +16,16 @@ MINI_BATCHES x EPOCHS updates. Guide: docs/grpo_gspo.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
-Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py);
+in a copy of your own change them as you like.
 
 Where to change what:
     another loss or clip                  policy_loss
     another baseline or advantage         group_advantages, distilled_advantages
     how answers are sampled               GRPOTrainer.sample, generate
     another reward                        GRPOTrainer.ask; or REWARD=file.py:function
-    what a step logs                      METRICS, policy_loss, answer_metrics
+    what a step logs of answers           answer_metrics
+    what a step logs of tokens            METRICS, policy_loss
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate
@@ -5675,11 +5677,14 @@ def with_mark(rewards, spec):
 
 def distinct_names(rewards):
     """Return Rewards with distinct names: of equal ones the second gets the suffix _2."""
-    counts = collections.Counter()
+    taken = set()
     for reward in rewards:
-        counts[reward.name] += 1
-        if counts[reward.name] > 1:
-            reward.name += f"_{counts[reward.name]}"
+        name = reward.name
+        number = 1
+        while reward.name in taken:
+            number += 1
+            reward.name = f"{name}_{number}"
+        taken.add(reward.name)
     return rewards
 
 
@@ -7552,7 +7557,8 @@ class GRPOTrainer(PolicyTrainer):
         """Return GROUP_SIZE Answers to each query, by query, their rewards (queries, GROUP_SIZE), and
         the seconds that it took to sample them.
 
-        What is added to the rewards here trains, in conversations, too, and marks nothing.
+        What is added to the rewards here trains, in conversations, too, and marks nothing. CREDIT=turn
+        does not see it: its advantages are of the environment's rewards.
         """
         begin = time.perf_counter()
         size = self.settings.group_size

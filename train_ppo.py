@@ -15,7 +15,8 @@ token, advantages (GAE), then MINI_BATCHES x EPOCHS updates of policy and critic
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
-Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py);
+in a copy of your own change them as you like.
 
 Where to change what:
     another loss or clip                  ppo_loss
@@ -23,7 +24,8 @@ Where to change what:
     the penalty in the rewards            shaped_rewards, divergences
     how answers are sampled               PPOTrainer.sample, generate
     another reward                        exact_match, weigh; or REWARD=file.py:function
-    what a step logs                      METRICS, ppo_loss, answer_metrics
+    what a step logs of answers           answer_metrics
+    what a step logs of tokens            METRICS, ppo_loss
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate
@@ -5641,11 +5643,14 @@ def with_mark(rewards, spec):
 
 def distinct_names(rewards):
     """Return Rewards with distinct names: of equal ones the second gets the suffix _2."""
-    counts = collections.Counter()
+    taken = set()
     for reward in rewards:
-        counts[reward.name] += 1
-        if counts[reward.name] > 1:
-            reward.name += f"_{counts[reward.name]}"
+        name = reward.name
+        number = 1
+        while reward.name in taken:
+            number += 1
+            reward.name = f"{name}_{number}"
+        taken.add(reward.name)
     return rewards
 
 

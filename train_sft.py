@@ -15,7 +15,8 @@ run before. Guides: docs/sft.md, docs/distillation.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
-Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py);
+in a copy of your own change them as you like.
 
 Where to change what:
     another loss, a term of it            SFTTrainer.forward_backward

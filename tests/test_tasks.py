@@ -500,6 +500,11 @@ def test_what_mark_names_decides_what_is_right(tmp_path):
         refusal(G.UserError, "^MARK=", G.with_mark, G.load_rewards(near), spec)
 
 
+def test_names_of_rewards_are_distinct():
+    rewards = [G.Reward(name, None, 1.0) for name in ("a", "a", "a_2")]
+    assert [one.name for one in G.distinct_names(rewards)] == ["a", "a_2", "a_2_2"]
+
+
 def test_files_of_one_name_with_neighbours_of_one_name_and_process_pools(tmp_path, monkeypatch):
     """Each has its own neighbours, and a pool, by fork and by spawn, finds the functions of both."""
     monkeypatch.setattr(sys, "path", [*sys.path])
