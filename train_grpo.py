@@ -26,6 +26,8 @@ Where to change what:
     another reward                        GRPOTrainer.ask; or REWARD=file.py:function
     what a step logs of answers           answer_metrics
     what a step logs of tokens            METRICS, policy_loss
+    what is shown of answers              Samples.trained, shown_groups
+    what a resumed run goes on with       Stateful; run.parts in main
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate
@@ -7464,8 +7466,8 @@ def policy_loss(logps, batch, settings):
     gap, |log p_old - what the sampler computed|.
 
     The loss is the clipped surrogate (arXiv 1707.06347, equation 7) with a band that may be
-    asymmetric (2503.14476), or CISPO's, plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. An
-    active clip leaves KL_BETA's gradient alone.
+    asymmetric (2503.14476), or CISPO's, plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. Where
+    the clip is active, only KL_BETA's gradient is left; CISPO keeps its own.
     """
     advantages = batch.advantages  # (B, 1), or (B, T)
     low = 1 - settings.left_clip_range
