@@ -767,6 +767,27 @@ def test_two_nodes_meet_by_the_command_of_the_guide(place, straight):
     assert result["val_nats"] == pytest.approx(place.result(straight)["val_nats"], rel=1e-4)
 
 
+@pytest.mark.full
+def test_the_guides_commands_on_one_process(place):
+    """Those of docs/runs.md, in its order; the first is stopped in its seventh step."""
+    lines = "".join(blocks("runs.md", "bash")).replace("\\\n", " ").splitlines()
+    commands = [line.split("#")[0].split() for line in lines]
+    single = [words[:-2] for words in commands if words[-2] == "python"]
+    given = [dict(word.split("=", 1) for word in words) for words in single]
+    names = [["RUN_ID", "CONFIG"], ["RESUME"], ["REPLAY"], ["RUN_ID", "INIT_FROM", "CONFIG"]]
+    assert [[*one] for one in given] == names
+    short = dict(ITERATIONS=12, COMPILE=0, TRAIN_BATCH_TOKENS=1024, BIGRAM_VOCAB_SIZE=256)
+    for settings, patch in zip(given, (stop_at(6), "", "", ""), strict=True):
+        changes = {**place.unset, "RUN_ID": None, **settings}
+        if "CONFIG" in changes:
+            changes |= {"CONFIG": ROOT / changes["CONFIG"], "DATA_PATH": place.data, **short}
+        if "INIT_FROM" in changes:
+            changes["INIT_FROM"] = place.folder / "guide" / "base"
+        place.run("guide", patch, 143 if patch else 0, **changes)
+    [again] = place.folder.glob("guide/run_*/model.upar")
+    assert again.read_bytes() == (place.folder / "guide" / "base" / "model.upar").read_bytes()
+
+
 # ----------------------------------------------------------------------------- seeded mutations
 def repair(folder):
     """Write a SHA256SUMS that matches what a checkpoint has now, as who forges it would."""
