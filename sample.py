@@ -2037,6 +2037,11 @@ def read_rows(path, parse, log):
 ANSWERS = ("completion", "response", "output", "solution", "answer", "continuation")
 
 
+def is_true(flag):
+    """Return whether a flag of a row is 1 or true, or a text that says so."""
+    return str(flag).lower() in ("1", "1.0", "true")
+
+
 def row_turns(row, notes):
     """Return the format of a row and its turns, (role token, text, …); plain text is a turn without role.
 
@@ -2063,7 +2068,7 @@ def row_turns(row, notes):
         turns, used = question_turns(row, notes)
         turns += field_turns(row, "<|assistant|>", notes, *ANSWERS)
         used.append(answer)
-        if answer == "completion":
+        if answer == "completion" and is_true(row.get("label")):  # of KTO
             used.append("label")
     else:
         raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")

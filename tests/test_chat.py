@@ -120,6 +120,7 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
     ('{"problem": "u", "solution": "a", "answer": 3}', "uu|aa", "columns not read: answer"),
     ('{"context": "u", "continuation": "a"}', "uu|aa", ""),
     ('{"text": "u", "label": 0}', "u", "not used: label"),
+    ('{"prompt": "u", "completion": "a", "label": ["a/b"]}', "uu|aa", "not used: label"),
 ]
 
 
