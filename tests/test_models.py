@@ -321,6 +321,7 @@ def test_role_tokens_in_an_export_like_the_original(transformers, refuses, tmp_p
     name = "llama" if spare else "llama_tied_mqa"
     model = make(transformers, name, vocab_size=size + spare).bfloat16()
     model.save_pretrained(folder)
+    rewrite(folder, **{"lm_head.weight": model.lm_head.weight.clone()})  # also if it is tied
     tokenizer.save(str(folder / "tokenizer.json"))
     convert("import", folder, tmp_path / "base")
     network, found, _ = S.load_model("INIT_FROM", str(tmp_path / "base"))
@@ -340,7 +341,7 @@ def test_role_tokens_in_an_export_like_the_original(transformers, refuses, tmp_p
         assert torch.equal(after[key][size + 4 :], w[size + 4 :]), key
     views = C.hf_views(network)
     for key, w in after.items():
-        assert torch.equal(w[: size + 4], views[key].bfloat16()), key
+        assert torch.equal(w[: size + 4], views.get(key, network.embed).bfloat16()), key
     capsys.readouterr()
     settings = dict(prompt="the 12 words", max_new_tokens=1, device="cpu")
     sample.sample(sample.Settings(artifact=str(tmp_path / "base"), **settings))
