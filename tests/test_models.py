@@ -787,7 +787,7 @@ def chats(transformers, tmp_path_factory):
             chat_template=TEMPLATES[name][0],
         )
         theirs.save_pretrained(folder)
-        (folder / "generation_config.json").write_text('{"eos_token_id": [602, 600]}')
+        (folder / "generation_config.json").write_text('{"eos_token_id": [601]}')
         return theirs, read(folder)
 
     return make_tokenizers
@@ -851,7 +851,7 @@ def test_tokens_of_a_conversation(chats):
     """What ends an answer is what the folder says. Text begins without BOS. Thoughts are shown, marks are not."""
     theirs, ours = chats("chatml")
     end, bos = theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    assert sample.stop_ids(ours) == {end, bos} == {602, 600} and ours.roles == {}
+    assert sample.stop_ids(ours) == {end, bos, 601} == {602, 600, 601} and ours.roles == {}
     assert sample.begin_ids(ours) == [] and ours.bos_id == bos
     assert sample.prompt_ids(ours, [("<|user|>", "abc")], "text") == ours.encode("abc")
     assert sample.prompt_ids(ours, [("<|user|>", "")], "text") == [bos]
