@@ -305,6 +305,8 @@ def test_what_transformers_asks_of_a_model(exported, transformers, tmp_path, nam
     assert len(states) == 5 and all(state.shape == (3, 40, 32) for state in states)
     loss, logits = model(ids, attention_mask=mask, labels=labels, return_dict=False)
     assert torch.equal(loss, output.loss) and torch.equal(logits, output.logits)
+    kept = model(ids, attention_mask=mask, logits_to_keep=3).logits
+    assert kept.shape == (3, 3, 264) and (kept - logits[:, -3:]).abs().max() < 1e-5
     positions = (mask.cumsum(1) - 1).clamp(0)
     same = model(ids, attention_mask=mask, position_ids=positions)
     assert torch.equal(same.logits, output.logits)
