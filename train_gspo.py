@@ -6321,19 +6321,18 @@ class Samples:
         run = self.run
         every = run.settings.samples_every
         step = run.step + 1
-        groups = rollout.groups(run.settings.group_size)
         if every and (step == 1 or step % every == 0):
-            self.record("train", step, groups)
+            self.record("train", step, rollout.groups)
         tenth = min(9, int(10 * progress))  # the last one is the end's
         if tenth > self.tenth:
-            self.show(f"step {step}, {progress:.0%} of the run", groups[:RECORDED_PROMPTS])
+            self.show(f"step {step}, {progress:.0%} of the run", rollout.groups[:RECORDED_PROMPTS])
         self.tenth = tenth
 
 
 def dead_start(run, rollout, reason):
     """Log three answers of a run whose first steps teach nothing; return the error to raise."""
     settings = run.settings
-    groups = rollout.groups(settings.group_size)
+    groups = rollout.groups
     answers = [group[0] for group in groups[:3]] if len(groups) > 2 else groups[0][:3]
     for answer in answers:
         run.log(f"sample: {shown_prompt(answer)}")
@@ -6393,13 +6392,18 @@ class Answer(Sample):
 class Rollout:
     """The answers of a step, which are learned from."""
 
-    answers: list[list[Answer]]  # of this rank, by mini-batch
+    groups: list[list[Answer]]  # of this rank, by prompt
     metrics: dict[str, float]  # of all ranks
 
-    def groups(self, size):
-        """Return the answers by prompt, `size` of each."""
-        answers = [*itertools.chain(*self.answers)]
-        return [answers[start : start + size] for start in range(0, len(answers), size)]
+    def mini_batches(self, count):
+        """Return the answers in `count` parts of one size, which have answers to all prompts if they can.
+
+        Of many groups nothing is learned, because their answers have one reward. In parts of whole
+        groups some updates had few answers to learn from, and a step taught less (docs/lab/2026-11.md,
+        2026-11-27).
+        """
+        answers = [*itertools.chain(*zip(*self.groups, strict=True))]
+        return groups_of(answers, len(answers) // count)
 
 
 def prompt_of(query):
@@ -7559,12 +7563,12 @@ class GSPOTrainer(PolicyTrainer):
 
         _, variance = moments(rewards.flatten(), runtime)
         advantages = group_advantages(rewards, settings.scale_rewards, variance.sqrt().cpu())
-        answers = [*itertools.chain(*groups)]
+        answers = itertools.chain(*groups)
         for answer, advantage in zip(answers, advantages.flatten().tolist(), strict=True):
             answer.advantage = advantage
         if settings.credit == "turn":
             credit_turns(self, groups)
-        return Rollout(groups_of(answers, len(answers) // settings.mini_batches), metrics)
+        return Rollout(groups, metrics)
 
     @torch.no_grad()
     def batches_of(self, answers):
@@ -7590,11 +7594,12 @@ class GSPOTrainer(PolicyTrainer):
         begin = time.perf_counter()
         settings = self.settings
         runtime = self.runtime
+        parts = rollout.mini_batches(settings.mini_batches)
         with self.weights(qat):
-            mini_batches = [self.batches_of(answers) for answers in rollout.answers]
+            mini_batches = [self.batches_of(answers) for answers in parts]
         updates = []
         # Answers that are left out count in the mean.
-        samples = runtime.world_size * len(rollout.answers[0])
+        samples = runtime.world_size * len(parts[0])
         for batches in mini_batches * settings.epochs:
             torch._foreach_zero_([param.grad for param in self.trained.values()])
             sums = {name: torch.zeros((), device=runtime.device) for name in METRICS}

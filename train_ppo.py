@@ -6297,19 +6297,18 @@ class Samples:
         run = self.run
         every = run.settings.samples_every
         step = run.step + 1
-        groups = rollout.groups(run.settings.group_size)
         if every and (step == 1 or step % every == 0):
-            self.record("train", step, groups)
+            self.record("train", step, rollout.groups)
         tenth = min(9, int(10 * progress))  # the last one is the end's
         if tenth > self.tenth:
-            self.show(f"step {step}, {progress:.0%} of the run", groups[:RECORDED_PROMPTS])
+            self.show(f"step {step}, {progress:.0%} of the run", rollout.groups[:RECORDED_PROMPTS])
         self.tenth = tenth
 
 
 def dead_start(run, rollout, reason):
     """Log three answers of a run whose first steps teach nothing; return the error to raise."""
     settings = run.settings
-    groups = rollout.groups(settings.group_size)
+    groups = rollout.groups
     answers = [group[0] for group in groups[:3]] if len(groups) > 2 else groups[0][:3]
     for answer in answers:
         run.log(f"sample: {shown_prompt(answer)}")
@@ -6369,13 +6368,18 @@ class Answer(Sample):
 class Rollout:
     """The answers of a step, which are learned from."""
 
-    answers: list[list[Answer]]  # of this rank, by mini-batch
+    groups: list[list[Answer]]  # of this rank, by prompt
     metrics: dict[str, float]  # of all ranks
 
-    def groups(self, size):
-        """Return the answers by prompt, `size` of each."""
-        answers = [*itertools.chain(*self.answers)]
-        return [answers[start : start + size] for start in range(0, len(answers), size)]
+    def mini_batches(self, count):
+        """Return the answers in `count` parts of one size, which have answers to all prompts if they can.
+
+        Of many groups nothing is learned, because their answers have one reward. In parts of whole
+        groups some updates had few answers to learn from, and a step taught less (docs/lab/2026-11.md,
+        2026-11-27).
+        """
+        answers = [*itertools.chain(*zip(*self.groups, strict=True))]
+        return groups_of(answers, len(answers) // count)
 
 
 def prompt_of(query):
@@ -7284,7 +7288,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
         groups = groups_of(answers, settings.group_size)
         metrics = answer_metrics(groups, rewards.view(len(groups), -1), seconds, self.runtime)
         metrics |= reward_means(groups, self.runtime)
-        return Rollout(groups_of(answers, len(answers) // settings.mini_batches), metrics)
+        return Rollout(groups, metrics)
 
     def forward(self, batch):
         """Return log-probabilities, values and entropies (B, T), of the state in which a token of an
@@ -7309,7 +7313,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
         mini_batches = []
         tokens = []  # of the answers: k1, k3, advantage and return
         with self.weights(qat):
-            for answers in rollout.answers:
+            for answers in rollout.mini_batches(settings.mini_batches):
                 mini_batches.append([])
                 for batch in make_batches(answers, self.runtime.device, self.micro_tokens):
                     old, values, _ = self.forward(batch)

@@ -165,7 +165,7 @@ def test_credit_by_turn(M):
     # Of a rollout: what the loss multiplies the tokens of the first answer with.
     own = trainer(M, Varied, **BY_TURN[M])
     rollout = own.rollout(range(4), 0)
-    [answers] = rollout.answers
+    answers = [*itertools.chain(*rollout.groups)]
     lengths = [len(answer.ids) - answer.logps.count(None) for answer in answers]
     assert rollout.metrics["length"] == pytest.approx(statistics.fmean(lengths))
     assert own.update(rollout)["sampler_gap"] < 1e-5
@@ -271,7 +271,7 @@ def test_nothing_is_learned_from_a_dropped_episode(monkeypatch):
     logged = []
     own.log = logged.append
     rollout = own.rollout([*range(1, 17)], 0)
-    [answers] = rollout.answers
+    answers = [*itertools.chain(*rollout.groups)]
     [line] = logged
     bad = [answer for answer in answers if answer.fault]
     begin = f"environment: {len(bad)} of 64 episodes have a fault; the first, seed 16: "
@@ -299,7 +299,7 @@ def test_numbers_of_other_kinds_are_rewards_and_long_texts_are_cut():
         episode, _ = replied(game, "a")
         assert not episode.fault and episode.earned == [float(value)] and episode.done is True
     game = type("Game", (Counting,), {"step": returns(["ab" * 10**7, 1.0, False])})
-    [answers] = trainer(G, game).rollout(range(4), 0).answers
+    answers = [*itertools.chain(*trainer(G, game).rollout(range(4), 0).groups)]
     assert {answer.fault for answer in answers} == {""}
     assert max(len(answer.ids) for answer in answers) == 100
 

@@ -295,7 +295,7 @@ def test_updates_are_those_of_a_plain_loop(M, clip, monkeypatch):
     norms = []
     entropies = []
     losses = []
-    for mini in (range(6), range(6, 12)) * 2:
+    for mini in ((0, 3, 6, 9, 1, 4), (7, 10, 2, 5, 8, 11)) * 2:
         tokens = sum(len(samples[at].ids) for at in mini)
         loss = 0.0
         for at in mini:
@@ -626,8 +626,11 @@ def test_groups_of_one_reward_are_replaced(M, rounds, monkeypatch):
     final = [0, {0: 1, 1: 5}.get(rounds, 9), 2, 7 if rounds else 3]
     asked = [0, 1, 2, 3, *[5, 7][: 2 * rounds], *[9][: max(0, rounds - 1)]]
     assert seen == [(1337, 6, number) for number in asked]
-    assert [len(part) for part in rollout.answers] == [6, 6]
-    answers = sum(rollout.answers, [])
+    # 4 groups of 3: a part has the first answers of all and the second ones of two.
+    first, second = rollout.mini_batches(2)
+    assert first == [group[0] for group in rollout.groups] + [one[1] for one in rollout.groups[:2]]
+    assert second == [one[1] for one in rollout.groups[2:]] + [one[2] for one in rollout.groups]
+    answers = sum(rollout.groups, [])
     assert [answer.ids[0] - 10 for answer in answers[::3]] == final
     drawn = np.random.default_rng((1337, 6, 7)).integers(20)
     assert answers[9].query == (pool[drawn] if rounds else QUERIES[3])

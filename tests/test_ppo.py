@@ -270,7 +270,7 @@ def test_divergences_are_measured_steer_and_shape_rewards(shaping, monkeypatch):
     beta = P.steered(0.3, found["kl"] * rollout.metrics["length"], 0.01)
     assert found["kl_beta"] == 0.3 != beta == experienced(own, step=1)[1]["kl_beta"]
     # At lambda = gamma = 1 the first token's return is the score less 0.3 times what the answer cost.
-    scores = {tuple(answer.ids): answer.reward for answer in rollout.answers[0]}
+    scores = {tuple(answer.ids): answer.reward for answer in itertools.chain(*rollout.groups)}
     for row, mask in enumerate(batch.mask):
         cost = (apart if shaping == "k1" else k3)[row, mask].sum().item()
         score = scores[tuple(batch.targets[row, mask].tolist())]
@@ -308,7 +308,7 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
     own = trainer(P, parts=dict(reward_model=judge, train_dataset=QUERIES), iterations=2)
     rollout = own.rollout(QUERIES, 0)
     expected = P.answer_values(judge, sampled(own), 1 << 30).tolist()
-    found = [answer.advantage for answer in itertools.chain(*rollout.answers)]
+    found = [answer.advantage for answer in itertools.chain(*rollout.groups)]
     assert found == pytest.approx(expected, abs=1e-12) and len(set(expected)) == 12
     assert rollout.metrics["reward"] == pytest.approx(statistics.mean(expected), abs=1e-9)
     problems = [{"prompt": query, "answer": "?"} for query in QUERIES]

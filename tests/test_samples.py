@@ -32,13 +32,9 @@ def answer_of(number, reward, **parts):
     return answer
 
 
-class Trained:
-    """A stand-in for a Rollout of one prompt."""
-
-    def __init__(self, *answers):
-        self.answers = [[*answers]]
-
-    groups = G.Rollout.groups
+def rollout_of(*answers):
+    """A rollout of one prompt."""
+    return G.Rollout([[*answers]], {})
 
 
 def run_of(folder, rank=0, **settings):
@@ -59,7 +55,7 @@ def rows_of(run):
 def test_rows_have_rewards_by_function(tmp_path, capsys):
     run = run_of(tmp_path)
     samples = G.Samples(run)
-    rollout = Trained(
+    rollout = rollout_of(
         answer_of(0, 0.25, advantage=-0.5), answer_of(1, 1.5, advantage=0.5, finished=True)
     )
     capsys.readouterr()
@@ -80,7 +76,7 @@ def test_rows_have_rewards_by_function(tmp_path, capsys):
 def test_of_scores_alone_with_samples_every_0(tmp_path):
     run = run_of(tmp_path, samples_every=0)
     samples = G.Samples(run)
-    samples.trained(Trained(answer_of(0, 0.0), answer_of(1, 1.0)), 0.5)
+    samples.trained(rollout_of(answer_of(0, 0.0), answer_of(1, 1.0)), 0.5)
     assert not (run.folder / "samples.jsonl").exists()
     samples.scored("start", SimpleNamespace(answers=[[answer_of(0, 0.0, advantage=3.0)]]))
     [row] = rows_of(run)
@@ -104,7 +100,7 @@ def test_a_resumed_run_does_not_double_steps(tmp_path):
 def test_other_ranks_record_nothing(tmp_path, capsys):
     run = run_of(tmp_path, rank=1)
     samples = G.Samples(run)
-    samples.trained(Trained(answer_of(0, 0.0), answer_of(1, 1.0)), 0.5)
+    samples.trained(rollout_of(answer_of(0, 0.0), answer_of(1, 1.0)), 0.5)
     G.resume_samples(run)
     assert not run.folder.exists() and run.tracked == [] and capsys.readouterr().out == ""
 

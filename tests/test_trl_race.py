@@ -87,7 +87,7 @@ def test_table_has_each_seed_the_means_and_their_ratio():
 def test_a_short_race(tmp_path):
     """Both trainers take steps from one start, and their models are scored."""
     pytest.importorskip("trl", reason="trl is not installed: requirements-full.txt")
-    words = "--seconds 3 --seeds 1 --threads 1 --dim 32 --start-steps 3".split()
+    words = "--seconds 3 --seeds 1 --threads 1".split()
     paths = ["--out", tmp_path / "runs", "--write", tmp_path / "race"]
     subprocess.run(
         [sys.executable, ROOT / "tools/experiments/trl_race.py", *words, *paths], check=True

@@ -683,7 +683,9 @@ def policy_speed(rounds: int) -> dict[str, list[float]]:
         """Return an arbitrary reward of each text: updates leave out groups of equal rewards."""
         return [random.Random(text).random() for text in completions]
 
-    trainer = script.GRPOTrainer(network, tokenizer, settings, by_text, runtime=runtime)
+    trainer = script.GRPOTrainer(
+        network, tokenizer, settings, reward_funcs=by_text, runtime=runtime
+    )
     problems = load_script(ROOT / "data" / "tasks.py").make_problems("sort", 1000, settings.seed)
     problems = [{"prompt": prompt, "answer": answer} for prompt, answer in problems]
     speeds = {"rollout": [], "update": []}
@@ -695,7 +697,7 @@ def policy_speed(rounds: int) -> dict[str, list[float]]:
         trainer.update(rollout, 0.0)
         times.append(time.perf_counter())
         tokens = 0
-        for answers in rollout.answers:
+        for answers in rollout.groups:
             tokens += sum(answer.length() for answer in answers)
         for values, (begin, end) in zip(speeds.values(), pairwise(times), strict=True):
             values.append(tokens / (end - begin))
