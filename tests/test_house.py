@@ -36,6 +36,7 @@ TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_CLASS = 2_000, 500, 2_000
 CALLED = ("forward", "backward", "train", "train_step")  # by PyTorch, or in programs
 SETTINGS, OTHER_SETTINGS = 60, 62
 TOKENS_PER_PAGE = 3_000
+TOKENS_OF_TESTS = 200_000  # of all of them, a tenth above what stands there
 
 sync, tokens = load_tool("sync"), load_tool("tokens")
 
@@ -71,6 +72,12 @@ def test_script_sizes(name):
     assert size <= TOKENS[name] and tokens.count(text) - size <= TOKENS_OF_KERNELS
     section = sync.parse(text, name)["model"]
     assert 4_000 < tokens.count("".join(section.body)) <= TOKENS_OF_MODEL
+
+
+def test_the_tests_sizes():
+    paths = [*ROOT.glob("tests/*.py"), ROOT / "conftest.py", ROOT / "test_smoke.py"]
+    sizes = [tokens.count(path.read_text(encoding="utf-8")) for path in paths]
+    assert sum(sizes) <= TOKENS_OF_TESTS
 
 
 def test_tokens_are_counted():
