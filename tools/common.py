@@ -90,6 +90,13 @@ def half_width(values: list[float]) -> float:
     return low * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def difference(before: list[float], after: list[float]) -> list[float]:
+    """Return [mean, low, high] of the difference of two independent scores [mean, low, high]."""
+    mean = after[0] - before[0]
+    half = math.hypot(before[2] - before[1], after[2] - after[1]) / 2
+    return [mean, mean - half, mean + half]
+
+
 # ------------------------------------------------------------------------------------------- pages
 def markdown_table(rows: list[list]) -> str:
     """Return a Markdown table. The first row is its head."""
@@ -172,6 +179,22 @@ def has_ended(run: Path) -> bool:
         return True
     shutil.rmtree(run, ignore_errors=True)
     return False
+
+
+def is_same(given: object, stored: object) -> bool:
+    """Return whether a run has a setting as it was given."""
+    if isinstance(stored, bool):
+        return str(given) == str(int(stored))
+    return type(stored)(given) == stored
+
+
+def refuse_other_settings(run: Path, given: dict[str, object], stored: dict[str, object]) -> None:
+    """Raise SystemExit if a run that has ended was made with other settings than are given."""
+    different = [key for key, value in given.items() if not is_same(value, stored[key])]
+    if different:
+        raise SystemExit(
+            f"error: {run}: made with another {', '.join(different)}; remove it, or name another --out"
+        )
 
 
 def start_run(

@@ -22,7 +22,6 @@ of SFT by the answers; the intervals of these gains are not paired.
 import argparse
 import hashlib
 import json
-import math
 import shutil
 import signal
 import statistics
@@ -34,7 +33,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
-from common import ROOT, half_width, inherited_environment, markdown_table, parse_set
+from common import (
+    ROOT,
+    difference,
+    half_width,
+    inherited_environment,
+    markdown_table,
+    parse_set,
+    refuse_other_settings,
+)
 
 SCRIPTS = {"GRPO": "train_grpo.py", "GSPO": "train_gspo.py", "PPO": "train_ppo.py"}
 DISTILLING = {"GRPO": "train_grpo.py", "SFT": "train_sft.py"}  # scripts with a TEACHER
@@ -149,13 +156,6 @@ def score(artifact: Path, settings: dict, path: Path) -> dict[str, list[float]]:
     return {name: scores[name] for name in GAINS}
 
 
-def difference(before: list[float], after: list[float]) -> list[float]:
-    """Return [mean, low, high] of the difference of two scores [mean, low, high]."""
-    mean = after[0] - before[0]
-    half = math.hypot(before[2] - before[1], after[2] - after[1]) / 2
-    return [mean, mean - half, mean + half]
-
-
 def read_run(run: Run, out: Path) -> dict | None:
     """Return what is kept of a run, None if it has not ended.
 
@@ -167,13 +167,7 @@ def read_run(run: Run, out: Path) -> dict | None:
     result = json.loads(path.read_bytes())
     stored = {**result["settings"], "code": result["code_sha256"]}
     code = hashlib.sha256((ROOT / run.script).read_bytes()).hexdigest()
-    requested = {**run.settings, "code": code}
-    different = [key for key, value in requested.items() if type(stored[key])(value) != stored[key]]
-    if different:
-        raise SystemExit(
-            f"error: {path.parent}: made with another {', '.join(different)}; remove it, or name "
-            "another --out"
-        )
+    refuse_other_settings(path.parent, {**run.settings, "code": code}, stored)
     by_answers = run.script == "train_sft.py" and "teacher" in run.settings
     if by_answers or run.settings.get("reward") == CONTROL:
         settings = {"max_new_tokens": 16, "temperature": 1.0, **result["settings"]}

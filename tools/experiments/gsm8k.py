@@ -20,7 +20,6 @@ of SFT are scored by their answers, too, with sample.py; these intervals are not
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -32,11 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 from common import (
     ROOT,
     call_script,
+    difference,
     half_width,
     has_ended,
     load_script,
     markdown_table,
     parse_set,
+    refuse_other_settings,
     setting_names,
 )
 
@@ -109,13 +110,6 @@ FORMS = {
 
 
 # --------------------------------------------------------------------------------------------- runs
-def is_same(given: object, stored: object) -> bool:
-    """Return whether a run has a setting as it was given."""
-    if isinstance(stored, bool):
-        return str(given) == str(int(stored))
-    return type(stored)(given) == stored
-
-
 def known_settings(script: str, settings: dict[str, object]) -> dict[str, object]:
     """Return those settings that a script has."""
     names = setting_names(load_script(ROOT / script))
@@ -136,13 +130,6 @@ def answer_scores(model: Path, path: Path, settings: dict[str, object]) -> dict[
     return {name: scores[name] for name in ANSWER_SCORES}
 
 
-def difference(before: list[float], after: list[float]) -> list[float]:
-    """Return [mean, low, high] of the difference of two independent scores [mean, low, high]."""
-    mean = after[0] - before[0]
-    half = math.hypot(before[2] - before[1], after[2] - after[1]) / 2
-    return [mean, mean - half, mean + half]
-
-
 def run_arm(form: Form, name: str, start: Path, run: Path, common: dict[str, object]) -> dict:
     """Return the figures of an arm's run, which begins from `start`; common: settings of all arms.
 
@@ -154,12 +141,7 @@ def run_arm(form: Form, name: str, start: Path, run: Path, common: dict[str, obj
     if not has_ended(run):
         call_script(arm.script, **given)
     result = json.loads((run / "result.json").read_bytes())
-    stored = result["settings"]
-    different = [key for key, value in given.items() if not is_same(value, stored[key])]
-    if different:
-        raise SystemExit(
-            f"error: {run}: made with another {', '.join(different)}; remove it, or name another --out"
-        )
+    refuse_other_settings(run, given, result["settings"])
     figures = {key: result[key] for key in SAVED_KEYS}
     if "reward" in form.settings and arm.script == "train_sft.py":
         asked = form.settings | common
