@@ -462,6 +462,7 @@ class AddedTokens:
         longest_first = sorted(ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
+        self.spaces = re.compile(r"\s*")
 
     def encode(self, text, encode_part):
         """Return the ids of a text; encode_part: text without added tokens -> ids."""
@@ -480,7 +481,7 @@ class AddedTokens:
             ids.append(self.ids[match[0]])
             end = stop
             if "rstrip" in flags:
-                end = re.compile(r"\s*").match(text, stop).end()
+                end = self.spaces.match(text, stop).end()
         return ids + encode_part(text[end:])
 
 
@@ -1069,21 +1070,30 @@ class GatedDeltaNet(nn.Module):
         return linear(o, self.w_o)
 
 
+def rotary_factors(rates, scaling):
+    """Return what Llama 3's scaling multiplies the rates (dims / 2,) of rotary positions by.
+
+    scaling: factor, low and high frequency factors, and length before it. Rates that turn less
+    often than `low` in that length are divided by the factor, those that turn more often than
+    `high` are not.
+    """
+    factor, low, high, length = scaling
+    turns = length * rates / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep + (1 - keep) / factor
+
+
 def rotation(
     positions: Tensor, dims: int, base: float, scaling: list[float], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
 
-    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864). scaling: none, or Llama 3's
-    factor, low and high frequency factors, and length before it. Rates that turn less often than
-    `low` in that length are divided by the factor, those that turn more often than `high` are not.
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864). scaling: see rotary_factors; may
+    be empty.
     """
     rates = base ** -(torch.arange(0, dims, 2, device=positions.device) / dims)  # float32
     if scaling:
-        factor, low, high, length = scaling
-        turns = length * rates / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        rates = rates * (keep + (1 - keep) / factor)
+        rates = rates * rotary_factors(rates, scaling)
     angle = positions[..., None, None] * rates
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -1803,6 +1813,18 @@ def check_tensors(network, tensors, source):
         )
 
 
+def check_finite(tensors, source):
+    """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
+    for name, tensor in tensors.items():
+        # A float64 may be beyond float32's range, in which the network is.
+        low_and_high = torch.stack(tensor.aminmax()).float()
+        require(
+            low_and_high.isfinite().all(),
+            f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
+            "checkpoint from before they arose",
+        )
+
+
 # === end: rebuild ===
 
 
@@ -1945,8 +1967,7 @@ def check_network(weights):
     network = empty_network(checked_config(weights.shape, weights.path), weights.path)
     tensors = {name: w for name, w in weights.tensors.items() if name != "w_value"}
     check_tensors(network, tensors, weights.path)
-    for name, w in tensors.items():
-        require(w.isfinite().all(), f"{weights.path}: tensor {name!r}: its weights are not finite")
+    check_finite(tensors, weights.path)
 
 
 def rebuild(source):
@@ -3625,12 +3646,9 @@ def gguf_config(metadata, tensors):
 
 
 def llama3_divisors(dims, base, scaling):
-    """Return what llama.cpp divides the rates of rotary positions by (dims / 2,), see rotation."""
-    factor, low, high, length = scaling
+    """Return what llama.cpp divides the rates of rotary positions by (dims / 2,), see rotary_factors."""
     rates = base ** -(torch.arange(0, dims, 2) / dims)
-    turns = length * rates / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return 1 / (keep + (1 - keep) / factor)
+    return 1 / rotary_factors(rates, scaling)
 
 
 def gguf_rope(base, divisors):

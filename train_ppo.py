@@ -1103,6 +1103,7 @@ class AddedTokens:
         longest_first = sorted(ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
+        self.spaces = re.compile(r"\s*")
 
     def encode(self, text, encode_part):
         """Return the ids of a text; encode_part: text without added tokens -> ids."""
@@ -1121,7 +1122,7 @@ class AddedTokens:
             ids.append(self.ids[match[0]])
             end = stop
             if "rstrip" in flags:
-                end = re.compile(r"\s*").match(text, stop).end()
+                end = self.spaces.match(text, stop).end()
         return ids + encode_part(text[end:])
 
 
@@ -2410,21 +2411,30 @@ class GatedDeltaNet(nn.Module):
         return linear(o, self.w_o)
 
 
+def rotary_factors(rates, scaling):
+    """Return what Llama 3's scaling multiplies the rates (dims / 2,) of rotary positions by.
+
+    scaling: factor, low and high frequency factors, and length before it. Rates that turn less
+    often than `low` in that length are divided by the factor, those that turn more often than
+    `high` are not.
+    """
+    factor, low, high, length = scaling
+    turns = length * rates / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep + (1 - keep) / factor
+
+
 def rotation(
     positions: Tensor, dims: int, base: float, scaling: list[float], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (T, 1, dims / 2), or (B, T, 1, dims / 2), for `rotate`.
 
-    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864). scaling: none, or Llama 3's
-    factor, low and high frequency factors, and length before it. Rates that turn less often than
-    `low` in that length are divided by the factor, those that turn more often than `high` are not.
+    positions (T,) or (B, T). Rotary positions (arXiv 2104.09864). scaling: see rotary_factors; may
+    be empty.
     """
     rates = base ** -(torch.arange(0, dims, 2, device=positions.device) / dims)  # float32
     if scaling:
-        factor, low, high, length = scaling
-        turns = length * rates / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        rates = rates * (keep + (1 - keep) / factor)
+        rates = rates * rotary_factors(rates, scaling)
     angle = positions[..., None, None] * rates
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -4206,6 +4216,18 @@ def check_tensors(network, tensors, source):
         )
 
 
+def check_finite(tensors, source):
+    """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
+    for name, tensor in tensors.items():
+        # A float64 may be beyond float32's range, in which the network is.
+        low_and_high = torch.stack(tensor.aminmax()).float()
+        require(
+            low_and_high.isfinite().all(),
+            f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
+            "checkpoint from before they arose",
+        )
+
+
 # === end: rebuild ===
 
 
@@ -4265,18 +4287,6 @@ def read_stored(name, path):
     beside = [*folder.parent.glob("*.model"), *folder.parent.glob("*.tiktoken")]
     tokenizer = (beside or [Path("bytes")])[0]
     return Stored(source, folder, checked_config(shape, source), tokenizer, sha256)
-
-
-def check_finite(tensors, source):
-    """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
-    for name, tensor in tensors.items():
-        # A float64 may be beyond float32's range, in which the network is.
-        low_and_high = torch.stack(tensor.aminmax()).float()
-        require(
-            low_and_high.isfinite().all(),
-            f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
-            "checkpoint from before they arose",
-        )
 
 
 def fill_network(network, tensors, source):
