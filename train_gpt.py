@@ -110,7 +110,8 @@ class Settings:
     replay: Paths = ""
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of activations; auto: bfloat16 if fast
+    # of activations; auto: bfloat16 on CUDA, and in train_gpt.py on a CPU that is fast at it
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = True
     # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass

@@ -101,6 +101,7 @@ import zstandard
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 # === shared: bounds ===
@@ -129,6 +130,8 @@ class Settings:
     replay: Paths = ""
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
+    # of activations; auto: bfloat16 on CUDA, and in train_gpt.py on a CPU that is fast at it
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
     # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
@@ -5153,8 +5156,9 @@ class TextContext(Context):
 
     layers: list  # a dict for each layer: name -> tensor, with a row for each text
     slots: Tensor  # (T,), where the tokens stand in the texts
-    distance: Tensor  # (T, room), how far before a token each slot is
-    is_seen: Tensor  # (B, T, room), whether a token sees it
+    room: int  # slots of a text
+    distance: Tensor  # (T, S), how far before a token each of the first S slots is
+    is_seen: Tensor  # (B, T, S), whether a token sees it
 
     def of_layer(self, place):
         """Return the context of a layer, given its place."""
@@ -5187,11 +5191,35 @@ class TextContext(Context):
     def attend(self, q, k, v, window):
         """Return attention (B, H, T, D) over all keys so far; shapes as in `attend`."""
         if not self.kept:
-            shape = *k.shape[:2], self.distance.size(1), k.size(3)
+            shape = *k.shape[:2], self.room, k.size(3)
             self.kept.update(keys=k.new_zeros(shape), values=k.new_zeros(shape))
-        keys = self.kept["keys"].index_copy_(2, self.slots, k)
-        values = self.kept["values"].index_copy_(2, self.slots, v)
+        seen = slice(self.distance.size(1))
+        keys = self.kept["keys"].index_copy_(2, self.slots, k)[:, :, seen]
+        values = self.kept["values"].index_copy_(2, self.slots, v)[:, :, seen]
         return masked_attention(q, keys, values, self.is_seen & (self.distance < window))
+
+
+class PackedLinear(TorchFunctionMode):
+    """F.linear by copies of the weights in oneDNN's layout, made when a weight is first met.
+
+    Without a copy every product lays its weight out anew. On a CPU a product of 1 to 16 rows then
+    takes twice as long, and one of 64 rows 1.4 times (docs/lab/2026-11.md, 2026-11-27).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.copies = {}  # id of a weight -> the weight, so that the id stays its own, and its copy
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Return what func returns."""
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight = args
+        if id(weight) not in self.copies:
+            copy = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self.copies[id(weight)] = weight, copy
+        _, copy = self.copies[id(weight)]
+        return torch.ops.mkldnn._linear_pointwise(x, copy, None, "none", [], "")
 
 
 class Decoder:
@@ -5207,6 +5235,13 @@ class Decoder:
         self.network = network
         self.layers = [{} for _ in network.layers]  # what a TextContext keeps
         self.graph = None
+        # Whether each step has the same shapes, as compiled code and graphs want it.
+        self.is_fixed = compiled or network.embed.is_cuda
+        # Weights that are cast for each product would have a new copy each time.
+        is_cast = network.dtype not in (None, network.embed.dtype)
+        has_layout = torch.backends.mkldnn.is_available() and network.embed.dtype != torch.float64
+        is_packed = has_layout and not (self.is_fixed or is_cast)
+        self.linear = PackedLinear() if is_packed else contextlib.nullcontext()
         # A function: a bound method would refer back to the Decoder, whose caches would then stay
         # until Python looks for cycles.
         self.step = Decoder.read
@@ -5252,12 +5287,15 @@ class Decoder:
         self.used += ids.size(1)
         texts = self.kept["ids"].index_copy_(1, slots, ids)  # (B, room)
         padding = self.kept["padding"]
-        places = torch.arange(texts.size(1), device=ids.device)
+        # Attention reads the slots that hold tokens, or all of them where shapes are fixed.
+        width = texts.size(1) if self.is_fixed else int(self.used)
+        places = torch.arange(width, device=ids.device)
         docs = places >= padding
         distance = slots[:, None] - places
         return TextContext(
             recent=texts[:, reach],
             doc=docs[:, reach],
+            room=texts.size(1),
             positions=(slots - padding).clamp(0),
             layers=self.layers,
             slots=slots,
@@ -5267,8 +5305,9 @@ class Decoder:
 
     def read(self, ids):
         """Return the logits (R, V) of what comes after ids (R, T)."""
-        features = self.network.features(ids, context=self.context(ids))
-        return self.network.logits(features[:, -1])
+        with self.linear:
+            features = self.network.features(ids, context=self.context(ids))
+            return self.network.logits(features[:, -1])
 
     def __call__(self, ids):
         """Go on with ids (R,), a token in each row, or (R, T)."""
@@ -5348,8 +5387,11 @@ def draw(logits, temperature, uniform, truncate=None):
     chances = (logits / temperature).softmax(-1)
     if truncate:
         chances = truncate(chances)
-    total = chances.cumsum(-1, dtype=torch.float64)
-    picks = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
+    total = chances.cumsum(-1)
+    # Rounded to float32 a number may be the whole total; the last token that has a chance is below.
+    below = total[:, -1:].nextafter(total.new_zeros(()))
+    level = torch.minimum((uniform[:, None] * total[:, -1:]).to(total.dtype), below)
+    picks = torch.searchsorted(total, level, right=True)
     picks = picks.clamp(max=logits.size(1) - 1)  # NaN is above all totals
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
@@ -6112,6 +6154,7 @@ def load_start(settings):
     network, tokenizer, source = load_stored(find_start(settings.init_from))
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
+    network.dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     return network, tokenizer, source
 
 
@@ -6132,16 +6175,17 @@ def freeze_model(model, trainable_layers=("lora",)):
 def adapt(network, settings, device):
     """With LORA_RANK, put adapters on the network, and train these alone.
 
-    On CUDA it will compute in bfloat16, so its frozen matrices are kept in it. Vectors are not:
-    they are small, and some pass through exp and softplus.
+    If it computes in bfloat16, its frozen matrices are kept in it. Vectors are not: they are small,
+    and some pass through exp and softplus.
     """
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
         freeze_model(network)
+        automatic = torch.float32 if device.type == "cpu" else torch.bfloat16
         for param in network.parameters():
-            if device.type == "cuda" and not param.requires_grad and param.ndim > 1:
-                param.data = param.data.bfloat16()
+            if not param.requires_grad and param.ndim > 1:
+                param.data = param.data.to(network.dtype or automatic)
 
 
 def trained_parameters(network):

@@ -130,6 +130,8 @@ class Settings:
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # torchrun: each rank holds 1 / ranks of weights, gradients and optimizer state (FSDP)
     shard: bool = False
+    # of activations; auto: bfloat16 on CUDA, and in train_gpt.py on a CPU that is fast at it
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
     # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
@@ -5521,6 +5523,7 @@ def load_start(settings):
     network, tokenizer, source = load_stored(find_start(settings.init_from))
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
+    network.dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     return network, tokenizer, source
 
 
@@ -5541,16 +5544,17 @@ def freeze_model(model, trainable_layers=("lora",)):
 def adapt(network, settings, device):
     """With LORA_RANK, put adapters on the network, and train these alone.
 
-    On CUDA it will compute in bfloat16, so its frozen matrices are kept in it. Vectors are not:
-    they are small, and some pass through exp and softplus.
+    If it computes in bfloat16, its frozen matrices are kept in it. Vectors are not: they are small,
+    and some pass through exp and softplus.
     """
     if settings.lora_rank:
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
         freeze_model(network)
+        automatic = torch.float32 if device.type == "cpu" else torch.bfloat16
         for param in network.parameters():
-            if device.type == "cuda" and not param.requires_grad and param.ndim > 1:
-                param.data = param.data.bfloat16()
+            if not param.requires_grad and param.ndim > 1:
+                param.data = param.data.to(network.dtype or automatic)
 
 
 def trained_parameters(network):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -759,8 +760,9 @@ class TextContext(Context):
 
     layers: list  # a dict for each layer: name -> tensor, with a row for each text
     slots: Tensor  # (T,), where the tokens stand in the texts
-    distance: Tensor  # (T, room), how far before a token each slot is
-    is_seen: Tensor  # (B, T, room), whether a token sees it
+    room: int  # slots of a text
+    distance: Tensor  # (T, S), how far before a token each of the first S slots is
+    is_seen: Tensor  # (B, T, S), whether a token sees it
 
     def of_layer(self, place):
         """Return the context of a layer, given its place."""
@@ -793,11 +795,35 @@ class TextContext(Context):
     def attend(self, q, k, v, window):
         """Return attention (B, H, T, D) over all keys so far; shapes as in `attend`."""
         if not self.kept:
-            shape = *k.shape[:2], self.distance.size(1), k.size(3)
+            shape = *k.shape[:2], self.room, k.size(3)
             self.kept.update(keys=k.new_zeros(shape), values=k.new_zeros(shape))
-        keys = self.kept["keys"].index_copy_(2, self.slots, k)
-        values = self.kept["values"].index_copy_(2, self.slots, v)
+        seen = slice(self.distance.size(1))
+        keys = self.kept["keys"].index_copy_(2, self.slots, k)[:, :, seen]
+        values = self.kept["values"].index_copy_(2, self.slots, v)[:, :, seen]
         return masked_attention(q, keys, values, self.is_seen & (self.distance < window))
+
+
+class PackedLinear(TorchFunctionMode):
+    """F.linear by copies of the weights in oneDNN's layout, made when a weight is first met.
+
+    Without a copy every product lays its weight out anew. On a CPU a product of 1 to 16 rows then
+    takes twice as long, and one of 64 rows 1.4 times (docs/lab/2026-11.md, 2026-11-27).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.copies = {}  # id of a weight -> the weight, so that the id stays its own, and its copy
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Return what func returns."""
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight = args
+        if id(weight) not in self.copies:
+            copy = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self.copies[id(weight)] = weight, copy
+        _, copy = self.copies[id(weight)]
+        return torch.ops.mkldnn._linear_pointwise(x, copy, None, "none", [], "")
 
 
 class Decoder:
@@ -813,6 +839,13 @@ class Decoder:
         self.network = network
         self.layers = [{} for _ in network.layers]  # what a TextContext keeps
         self.graph = None
+        # Whether each step has the same shapes, as compiled code and graphs want it.
+        self.is_fixed = compiled or network.embed.is_cuda
+        # Weights that are cast for each product would have a new copy each time.
+        is_cast = network.dtype not in (None, network.embed.dtype)
+        has_layout = torch.backends.mkldnn.is_available() and network.embed.dtype != torch.float64
+        is_packed = has_layout and not (self.is_fixed or is_cast)
+        self.linear = PackedLinear() if is_packed else contextlib.nullcontext()
         # A function: a bound method would refer back to the Decoder, whose caches would then stay
         # until Python looks for cycles.
         self.step = Decoder.read
@@ -858,12 +891,15 @@ class Decoder:
         self.used += ids.size(1)
         texts = self.kept["ids"].index_copy_(1, slots, ids)  # (B, room)
         padding = self.kept["padding"]
-        places = torch.arange(texts.size(1), device=ids.device)
+        # Attention reads the slots that hold tokens, or all of them where shapes are fixed.
+        width = texts.size(1) if self.is_fixed else int(self.used)
+        places = torch.arange(width, device=ids.device)
         docs = places >= padding
         distance = slots[:, None] - places
         return TextContext(
             recent=texts[:, reach],
             doc=docs[:, reach],
+            room=texts.size(1),
             positions=(slots - padding).clamp(0),
             layers=self.layers,
             slots=slots,
@@ -873,8 +909,9 @@ class Decoder:
 
     def read(self, ids):
         """Return the logits (R, V) of what comes after ids (R, T)."""
-        features = self.network.features(ids, context=self.context(ids))
-        return self.network.logits(features[:, -1])
+        with self.linear:
+            features = self.network.features(ids, context=self.context(ids))
+            return self.network.logits(features[:, -1])
 
     def __call__(self, ids):
         """Go on with ids (R,), a token in each row, or (R, T)."""
@@ -947,6 +984,7 @@ class TextCache(Decoder):
         self.kept = {"ids": ids, "padding": padding}
         self.layers = [{} for _ in network.layers]
         self.graph = None
+        self.is_fixed = False
 
     def get_seq_length(self, layer_idx=0):
         """Return the number of tokens that the texts have, padding included."""
