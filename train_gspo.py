@@ -20,13 +20,13 @@ in a copy of your own change them as you like.
 Where to change what:
     another loss or clip                  policy_loss
     another ratio                         importance, token_weights
-    another baseline or advantage         group_advantages
+    another baseline or advantage         GSPOTrainer.set_advantages, group_advantages
     how answers are sampled               GSPOTrainer.sample, generate
-    another reward                        GSPOTrainer.ask; or REWARD=file.py:function
+    another reward                        GSPOTrainer.rewarded_answers; or REWARD=file.py:function
     what a step logs of answers           answer_metrics
-    what a step logs of tokens            METRICS, policy_loss
+    what a step logs of tokens            UPDATE_SUMS, policy_loss
     what is shown of answers              Samples.trained, shown_groups
-    what a resumed run goes on with       Stateful; run.parts in main
+    what a resumed run goes on with       Stateful, STATE; run.parts in main
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate
@@ -6545,7 +6545,6 @@ def make_batches(answers, device, tokens):
                 mask=targets >= 0,
                 sampled=pad_sequence(sampled, batch_first=True).to(device),
                 advantages=pad_sequence(advantages, batch_first=True).to(device),
-                old=None,
                 reference=None,
             )
         )
@@ -6617,48 +6616,39 @@ def moments(values, runtime):
     return mean, squares / (count - 1).clamp(min=1)
 
 
-def has_one_reward(rewards):
-    """Return of which groups (P,) all rewards (P, G) are one: without a difference between answers
-    nothing is learned from them."""
-    return (rewards == rewards[:, :1]).all(1)
-
-
-def answer_metrics(groups, rewards, seconds, runtime):
+def answer_metrics(answers, rewards, seconds, runtime):
     """Return what the log has of all ranks' answers.
 
-    rewards (P, G): of this rank's groups. seconds: that it took to sample them. zero_variance is the
-    share of answers in groups of one reward; idle that of the time in which ranks waited.
+    rewards: of this rank's answers, as they train: (n,), or by group. seconds: that it took to sample
+    them. idle is the share of the time in which ranks waited.
     """
-    answers = [*itertools.chain(*groups)]
-    silent = has_one_reward(rewards).repeat_interleave(rewards.size(1))
     lengths = torch.tensor([answer.length() for answer in answers])
     finished = torch.tensor([answer.finished for answer in answers])
-    mean, variance = moments(torch.stack([rewards.flatten(), silent, lengths, finished]), runtime)
+    mean, variance = moments(torch.stack([rewards.flatten(), lengths, finished]), runtime)
     times = torch.zeros(runtime.world_size, device=runtime.device)
     times[runtime.rank] = seconds
     times = runtime.sum(times)
     metrics = {
         "reward": mean[0],
         "reward_std": variance[0].sqrt(),
-        "zero_variance": mean[1],
-        "length": mean[2],
-        "finished": mean[3],
-        "gen_tok_s": len(answers) * runtime.world_size * mean[2] / times.max(),
+        "length": mean[1],
+        "finished": mean[2],
+        "gen_tok_s": len(answers) * runtime.world_size * mean[1] / times.max(),
         "idle": 1 - times.mean() / times.max(),
     }
     return {name: value.item() for name, value in metrics.items()}
 
 
-def reward_means(groups, runtime):
+def reward_means(answers, runtime):
     """Return for the log the means of the rewards by name over all ranks' answers to which they
     apply; a name that applies to none is left out."""
-    answers = [*itertools.chain(*groups)]
-    names = [*answers[0].rewards]
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=runtime.device)
-    for place, name in enumerate(names):
+    names = answers[0].rewards
+    sums = []
+    for name in names:
         values = [one.rewards[name] for one in answers if one.rewards[name] is not None]
-        sums[place] = sums.new_tensor([sum(values), len(values)])
-    pairs = zip(names, runtime.sum(sums).tolist(), strict=True)
+        sums.append([sum(values), len(values)])
+    sums = runtime.sum(torch.tensor(sums, dtype=torch.float64, device=runtime.device))
+    pairs = zip(names, sums.tolist(), strict=True)
     return {f"rewards/{name}": total / count for name, (total, count) in pairs if count}
 
 
@@ -6761,8 +6751,8 @@ class PolicyTrainer:
         rows = []
         for answer in answers:
             row = answer.query if isinstance(answer.query, dict) else {}
-            row = {**self.columns, **row, "prompt": prompt_of(answer.query)}
-            rows.append({**row, "completion_ids": answer.ids})
+            row = {**self.columns, **row, "completion_ids": answer.ids}
+            rows.append({**row, "prompt": prompt_of(answer.query)})
         texts = [answer.text for answer in answers]
         fault = None
         try:
@@ -7344,13 +7334,12 @@ def score_episodes(trainer, episodes, discount=1.0):
 def episode_rewards(trainer, episodes):
     """Return the rewards of conversations (n,), which train: discounted sums of those of answers.
 
-    Nothing of an episode with a fault is learned, and it gets its group's mean.
+    An episode with a fault gets its group's mean: it counts as an answer without an advantage.
     """
     rewards = score_episodes(trainer, episodes, trainer.settings.discount)
     for place, episode in enumerate(episodes):
         if episode.fault:
             rewards[place] = math.nan
-            episode.logps = [None] * len(episode.ids)
     groups = rewards.view(-1, trainer.settings.group_size)
     groups = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups)
     return groups.nan_to_num().flatten()
@@ -7381,15 +7370,13 @@ def credit_turns(trainer, groups):
     compares returns in the same way, at equal states. groups: of Episodes.
     """
     settings = trainer.settings
-    returns = []
-    for group in groups:
-        returns.append([episode.returns(settings.discount) for episode in group])
-    everything = [*itertools.chain(*itertools.chain(*returns))]
-    _, variance = moments(torch.tensor(everything, dtype=torch.float64), trainer.runtime)
+    returns = [episode.returns(settings.discount) for episode in itertools.chain(*groups)]
+    everything = torch.tensor([*itertools.chain(*returns)], dtype=torch.float64)
+    _, variance = moments(everything, trainer.runtime)
     std = variance.sqrt().cpu()
-    for group, own in zip(groups, returns, strict=True):
-        by_answer = turn_advantages(own, settings.scale_rewards, std)
-        for episode, advantages in zip(group, by_answer, strict=True):
+    for group, own in zip(groups, groups_of(returns, settings.group_size), strict=True):
+        by_episode = turn_advantages(own, settings.scale_rewards, std)
+        for episode, advantages in zip(group, by_episode, strict=True):
             episode.turn_advantages = advantages
 
 
@@ -7434,17 +7421,26 @@ def group_advantages(rewards, scale, batch_std):
     """Return rewards (P, G) minus their group's mean, divided by a standard deviation.
 
     That is their group's (of a sample, + 1e-4; arXiv 2402.03300, section 4.1.2), `batch_std`, or
-    with scale "none" 1 (Dr. GRPO, 2503.20783). A group of one reward has advantages of 0, and
-    zero_variance and the end of a run that learns nothing rest on it. Leave-one-out (RLOO) is scale
-    "none" times G / (G - 1).
+    with scale "none" 1 (Dr. GRPO, 2503.20783). Leave-one-out (RLOO) is scale "none" times G / (G - 1).
     """
-    # Without the first subtraction equal rewards could differ from their mean in the last digit.
+    # A group of one reward has advantages of exactly 0, so teaches_nothing finds it. Without the first
+    # subtraction equal rewards could differ from their mean in the last digit.
     centred = rewards - rewards[:, :1]
     centred = centred - centred.mean(1, keepdim=True)
     if scale == "none":
         return centred
     std = rewards.std(1, keepdim=True) if scale == "group" else batch_std
     return centred / (std + 1e-4)
+
+
+def teaches_nothing(groups):
+    """Return of which groups (P,) no answer has an advantage, so that nothing is learned from them.
+
+    RESAMPLE_ROUNDS, zero_variance and the end of a run that learns nothing ask it: with another
+    baseline, or with CREDIT=turn, a group of one reward may teach something.
+    """
+    teaches = [any(answer.advantages()) for answer in itertools.chain(*groups)]
+    return ~torch.tensor(teaches).view(len(groups), -1).any(1)
 
 
 def token_weights(mask, samples):
@@ -7469,9 +7465,10 @@ def importance(delta, mask, settings):
     return ratio.expand_as(delta)
 
 
-# What the log has of an update: its loss and tokens, and of each token its entropy and the parts
-# that policy_loss returns.
-METRICS = ("loss tokens entropy clip_active clip_outside log_ratio kl sampler_gap").split()
+# What an update adds up for the log: its loss and tokens, and of each token its entropy and the parts
+# that policy_loss returns. They have names here because a rank takes part in the sum over ranks even
+# if it has no answer to learn from.
+UPDATE_SUMS = ("loss tokens entropy clip_active clip_outside log_ratio kl sampler_gap").split()
 
 
 def policy_loss(logps, batch, settings):
@@ -7535,14 +7532,13 @@ class GSPOTrainer(PolicyTrainer):
         for answer in answers:
             answer.temperature = temperature
         prompts = [answer.prompt for answer in answers[::count]]
-        length = self.settings.max_new_tokens
         state = functools.partial(sampling_state, answers)
         with torch.no_grad(), self.weights(qat), parametrize.cached(), heartbeat(self.say, state):
             generate(
                 self.network,
                 prompts,
                 count,
-                length,
+                self.settings.max_new_tokens,
                 temperature,
                 seeds,
                 self.stop,
@@ -7559,7 +7555,37 @@ class GSPOTrainer(PolicyTrainer):
             return score_episodes(self, answers)
         return super().score(answers, rewards)
 
-    def ask(self, queries, seeds, qat):
+    @torch.no_grad()
+    def rollout(self, queries, step, qat=False):
+        """Return the Rollout of this rank's share of a step's queries, with answers' advantages.
+
+        Its metrics are of these answers. Those that RESAMPLE_ROUNDS draws are chosen by their rewards:
+        only zero_variance, the share of groups from which nothing is learned, is of what is left
+        then, and resampled has the groups that were replaced, per group of the step.
+        """
+        settings = self.settings
+        runtime = self.runtime
+        self.add_columns(queries)
+        share = rank_share(queries, settings, runtime)
+        seeds = [(settings.seed, step, number) for number in share]
+        groups, rewards, seconds = self.rewarded_answers(
+            [queries[number] for number in share], seeds, qat
+        )
+        self.set_advantages(groups, rewards)
+        answers = [*itertools.chain(*groups)]
+        metrics = answer_metrics(answers, rewards, seconds, runtime)
+        if self.environment:
+            metrics |= episode_metrics(self, answers)
+        else:
+            metrics |= reward_means(answers, runtime)
+        if settings.resample_rounds:
+            metrics["resampled"] = self.resample(
+                groups, rewards, seeds, self.dataset or queries, qat
+            )
+        metrics["zero_variance"] = moments(teaches_nothing(groups), runtime)[0].item()
+        return Rollout(groups, metrics)
+
+    def rewarded_answers(self, queries, seeds, qat):
         """Return GROUP_SIZE Answers to each query, by query, their rewards (queries, GROUP_SIZE), and
         the seconds that it took to sample them.
 
@@ -7577,52 +7603,47 @@ class GSPOTrainer(PolicyTrainer):
             rewards = self.score(answers, functions)
         return groups_of(answers, size), rewards.view(len(queries), size), seconds
 
-    @torch.no_grad()
-    def rollout(self, queries, step, qat=False):
-        """Return the Rollout of this rank's share of a step's queries, with answers' advantages.
+    def set_advantages(self, groups, rewards):
+        """Set the advantages of the answers of groups by their rewards (P, G).
 
-        RESAMPLE_ROUNDS times groups of one reward are replaced by the answers to other queries
-        (dynamic sampling, arXiv 2503.14476, section 3.2), which are drawn from train_dataset or,
-        without it, from this step's. zero_variance is of the groups that are left, and resampled the
-        groups that were replaced, per group of the step. Other metrics are of the first answers: later
-        ones are chosen by their rewards.
+        All ranks call it together, once in a step and again after each round of RESAMPLE_ROUNDS.
         """
         settings = self.settings
-        runtime = self.runtime
-        self.add_columns(queries)
-        share = rank_share(queries, settings, runtime)
-        seeds = [(settings.seed, step, number) for number in share]
-        groups, rewards, seconds = self.ask([queries[number] for number in share], seeds, qat)
-        metrics = answer_metrics(groups, rewards, seconds, runtime)
-        if self.environment:
-            metrics |= episode_metrics(self, [*itertools.chain(*groups)])
-        else:
-            metrics |= reward_means(groups, runtime)
-
-        others = self.dataset or queries
-        for attempt in range(1, 1 + settings.resample_rounds):
-            if not metrics["zero_variance"]:  # on no rank
-                break
-            silent = has_one_reward(rewards).nonzero().flatten().tolist()
-            # The numbers of these queries go on from the step's own.
-            numbers = [attempt * len(queries) + share[place] for place in silent]
-            seeds = [(settings.seed, step, number) for number in numbers]
-            drawn = [others[np.random.default_rng(seed).integers(len(others))] for seed in seeds]
-            new_groups, new_rewards, _ = self.ask(drawn, seeds, qat)
-            for place, group in zip(silent, new_groups, strict=True):
-                groups[place] = group
-            rewards[silent] = new_rewards
-            metrics["resampled"] = metrics.get("resampled", 0.0) + metrics["zero_variance"]
-            metrics["zero_variance"] = moments(has_one_reward(rewards), runtime)[0].item()
-
-        _, variance = moments(rewards.flatten(), runtime)
+        _, variance = moments(rewards.flatten(), self.runtime)
         advantages = group_advantages(rewards, settings.scale_rewards, variance.sqrt().cpu())
         answers = itertools.chain(*groups)
         for answer, advantage in zip(answers, advantages.flatten().tolist(), strict=True):
             answer.advantage = advantage
         if settings.credit == "turn":
             credit_turns(self, groups)
-        return Rollout(groups, metrics)
+
+    def resample(self, groups, rewards, seeds, others, qat):
+        """Replace groups from which nothing is learned by answers to other queries, RESAMPLE_ROUNDS
+        times (dynamic sampling, arXiv 2503.14476, section 3.2); return how many, per group of the step.
+
+        groups, their rewards (P, G) and seeds: of this rank; the first two are changed. others: the
+        queries of which it draws.
+        """
+        size = len(groups) * self.runtime.world_size
+        replaced = 0.0
+        for _ in range(self.settings.resample_rounds):
+            silent = teaches_nothing(groups)
+            share, _ = moments(silent, self.runtime)
+            if not share:  # on no rank
+                break
+            replaced += share.item()
+            # The numbers of the new queries go on from those of the step and of the round before.
+            seeds = [(seed, step, number + size) for seed, step, number in seeds]
+            places = silent.nonzero().flatten().tolist()
+            new_seeds = [seeds[place] for place in places]
+            drawn = [
+                others[np.random.default_rng(seed).integers(len(others))] for seed in new_seeds
+            ]
+            new_groups, rewards[places], _ = self.rewarded_answers(drawn, new_seeds, qat)
+            for place, group in zip(places, new_groups, strict=True):
+                groups[place] = group
+            self.set_advantages(groups, rewards)
+        return replaced
 
     @torch.no_grad()
     def batches_of(self, answers):
@@ -7630,6 +7651,8 @@ class GSPOTrainer(PolicyTrainer):
 
         They are the training forward's: the sampler's last digits would count in a narrow band.
         """
+        if self.environment:  # of an episode with a fault nothing is learned, no KL_BETA either
+            answers = [episode for episode in answers if not episode.fault]
         # Without KL_BETA and ENTROPY_BETA an answer of no advantage has no gradient: it is left out.
         if not (self.settings.kl_beta or self.settings.entropy_beta):
             answers = [answer for answer in answers if any(answer.advantages())]
@@ -7652,17 +7675,17 @@ class GSPOTrainer(PolicyTrainer):
         with self.weights(qat):
             mini_batches = [self.batches_of(answers) for answers in parts]
         updates = []
-        # Answers that are left out count in the mean.
+        # Answers that batches_of leaves out count in the mean.
         samples = runtime.world_size * len(parts[0])
         for batches in mini_batches * settings.epochs:
             torch._foreach_zero_([param.grad for param in self.trained.values()])
-            sums = {name: torch.zeros((), device=runtime.device) for name in METRICS}
+            sums = {name: torch.zeros((), device=runtime.device) for name in UPDATE_SUMS}
             with self.weights(qat):
                 for batch in batches:
                     logps, entropy = token_logps(
                         self.network, batch, settings.temperature, settings.entropy_beta > 0
                     )
-                    losses, parts = policy_loss(logps, batch, settings)
+                    losses, for_log = policy_loss(logps, batch, settings)
                     losses = losses - settings.entropy_beta * entropy
                     weights = token_weights(batch.mask, samples)
                     loss = (losses * weights).sum()
@@ -7670,16 +7693,17 @@ class GSPOTrainer(PolicyTrainer):
                     sums["loss"] += loss.detach()
                     sums["tokens"] += batch.mask.sum()
                     sums["entropy"] += entropy.sum()
-                    for name, part in parts.items():
+                    for name, part in for_log.items():
                         sums[name] += part.sum()
-            clip = settings.grad_clip_norm
             totals = torch.stack([*sums.values()])
-            norm, totals = reduce_gradients(self.trained.values(), runtime, clip, totals)
+            norm, totals = reduce_gradients(
+                self.trained.values(), runtime, settings.grad_clip_norm, totals
+            )
             finite = torch.isfinite(norm + totals[0])  # the gradient and the loss
             # Where nothing has a gradient, momentum alone would move the weights.
             if norm != 0:
                 step_optimizers(self.optimizers, multiplier, finite)
-            updates.append({"grad_norm": norm, **dict(zip(METRICS, totals, strict=True))})
+            updates.append({"grad_norm": norm, **dict(zip(UPDATE_SUMS, totals, strict=True))})
         return update_metrics(updates, time.perf_counter() - begin)
 
 
@@ -7700,8 +7724,10 @@ def main():
     runtime = start_runtime(settings.device)
     prompts_unit(settings, runtime.world_size)
     rewards = load_rewards(settings.reward)
+    environment = None
     if settings.environment:
         rewards = []  # the environment has its own
+        environment = load_environment(settings.environment)
     network, tokenizer, source = load_start(settings)
     check = room_check(settings, tokenizer, network.config.train_seq_len)
     reports = []
@@ -7725,9 +7751,6 @@ def main():
         f"{len(choice)} to choose between averages, {len(held_out)} held out"
     )
     adapt(network, settings, runtime.device)
-    environment = None
-    if settings.environment:
-        environment = load_environment(settings.environment)
     trainer = GSPOTrainer(
         network,
         tokenizer,
@@ -7748,7 +7771,7 @@ def main():
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
-    is_silent = not checkpoint  # whether each group so far had one reward
+    is_silent = not checkpoint  # whether no answer of a run from its start has had an advantage
     stop_signal = StopSignal()
     clock.start()
     while True:
@@ -7803,8 +7826,8 @@ def main():
         if is_silent and run.step == FIRST_STEPS:
             run.save()
             reason = (
-                f"in the first {FIRST_STEPS} steps each group has one reward "
-                f"(mean {metrics['reward']:.3f})"
+                f"in the first {FIRST_STEPS} steps no answer has an advantage "
+                f"(mean reward {metrics['reward']:.3f})"
             )
             raise dead_start(run, rollout, reason)
 

@@ -25,7 +25,8 @@ Where to change what:
     how answers are sampled               PPOTrainer.sample, generate
     another reward                        exact_match, weigh; or REWARD=file.py:function
     what a step logs of answers           answer_metrics
-    what a step logs of tokens            METRICS, ppo_loss
+    what a step logs of tokens            UPDATE_SUMS, ppo_loss
+    what a resumed run goes on with       Stateful, STATE; run.parts in main
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate
@@ -6521,7 +6522,6 @@ def make_batches(answers, device, tokens):
                 mask=targets >= 0,
                 sampled=pad_sequence(sampled, batch_first=True).to(device),
                 advantages=pad_sequence(advantages, batch_first=True).to(device),
-                old=None,
                 reference=None,
             )
         )
@@ -6593,48 +6593,39 @@ def moments(values, runtime):
     return mean, squares / (count - 1).clamp(min=1)
 
 
-def has_one_reward(rewards):
-    """Return of which groups (P,) all rewards (P, G) are one: without a difference between answers
-    nothing is learned from them."""
-    return (rewards == rewards[:, :1]).all(1)
-
-
-def answer_metrics(groups, rewards, seconds, runtime):
+def answer_metrics(answers, rewards, seconds, runtime):
     """Return what the log has of all ranks' answers.
 
-    rewards (P, G): of this rank's groups. seconds: that it took to sample them. zero_variance is the
-    share of answers in groups of one reward; idle that of the time in which ranks waited.
+    rewards: of this rank's answers, as they train: (n,), or by group. seconds: that it took to sample
+    them. idle is the share of the time in which ranks waited.
     """
-    answers = [*itertools.chain(*groups)]
-    silent = has_one_reward(rewards).repeat_interleave(rewards.size(1))
     lengths = torch.tensor([answer.length() for answer in answers])
     finished = torch.tensor([answer.finished for answer in answers])
-    mean, variance = moments(torch.stack([rewards.flatten(), silent, lengths, finished]), runtime)
+    mean, variance = moments(torch.stack([rewards.flatten(), lengths, finished]), runtime)
     times = torch.zeros(runtime.world_size, device=runtime.device)
     times[runtime.rank] = seconds
     times = runtime.sum(times)
     metrics = {
         "reward": mean[0],
         "reward_std": variance[0].sqrt(),
-        "zero_variance": mean[1],
-        "length": mean[2],
-        "finished": mean[3],
-        "gen_tok_s": len(answers) * runtime.world_size * mean[2] / times.max(),
+        "length": mean[1],
+        "finished": mean[2],
+        "gen_tok_s": len(answers) * runtime.world_size * mean[1] / times.max(),
         "idle": 1 - times.mean() / times.max(),
     }
     return {name: value.item() for name, value in metrics.items()}
 
 
-def reward_means(groups, runtime):
+def reward_means(answers, runtime):
     """Return for the log the means of the rewards by name over all ranks' answers to which they
     apply; a name that applies to none is left out."""
-    answers = [*itertools.chain(*groups)]
-    names = [*answers[0].rewards]
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=runtime.device)
-    for place, name in enumerate(names):
+    names = answers[0].rewards
+    sums = []
+    for name in names:
         values = [one.rewards[name] for one in answers if one.rewards[name] is not None]
-        sums[place] = sums.new_tensor([sum(values), len(values)])
-    pairs = zip(names, runtime.sum(sums).tolist(), strict=True)
+        sums.append([sum(values), len(values)])
+    sums = runtime.sum(torch.tensor(sums, dtype=torch.float64, device=runtime.device))
+    pairs = zip(names, sums.tolist(), strict=True)
     return {f"rewards/{name}": total / count for name, (total, count) in pairs if count}
 
 
@@ -6737,8 +6728,8 @@ class PolicyTrainer:
         rows = []
         for answer in answers:
             row = answer.query if isinstance(answer.query, dict) else {}
-            row = {**self.columns, **row, "prompt": prompt_of(answer.query)}
-            rows.append({**row, "completion_ids": answer.ids})
+            row = {**self.columns, **row, "completion_ids": answer.ids}
+            rows.append({**row, "prompt": prompt_of(answer.query)})
         texts = [answer.text for answer in answers]
         fault = None
         try:
@@ -7220,9 +7211,10 @@ def steered(beta, divergence, target):
     return beta * (1 + 0.1 * min(0.2, max(-0.2, divergence / target - 1)))
 
 
-# What the log has of an update: its loss and tokens, and of each token its entropy and the parts
-# that ppo_loss returns.
-METRICS = (
+# What an update adds up for the log: its loss and tokens, and of each token its entropy and the parts
+# that ppo_loss returns. They have names here because a rank takes part in the sum over ranks even
+# if it has no answer to learn from.
+UPDATE_SUMS = (
     "loss tokens entropy policy_loss value_loss clip_active clip_outside value_clip approx_kl sampler_gap"
 ).split()
 
@@ -7296,18 +7288,16 @@ class PPOTrainer(PolicyTrainer, Stateful):
         answers = []
         for query in queries:
             prompt = self.asked(query)
-            answers += [Answer(query=query, prompt=prompt) for _ in range(count)]
-        for answer in answers:
-            answer.temperature = temperature
+            for _ in range(count):
+                answers.append(Answer(query=query, prompt=prompt, temperature=temperature))
         prompts = [answer.prompt for answer in answers[::count]]
-        length = self.settings.max_new_tokens
         state = functools.partial(sampling_state, answers)
         with torch.no_grad(), self.weights(qat), parametrize.cached(), heartbeat(self.say, state):
             generate(
                 self.network,
                 prompts,
                 count,
-                length,
+                self.settings.max_new_tokens,
                 temperature,
                 seeds,
                 self.stop,
@@ -7339,10 +7329,12 @@ class PPOTrainer(PolicyTrainer, Stateful):
             rewards = judged(self, answers)
         for answer, reward in zip(answers, rewards.tolist(), strict=True):
             answer.reward = answer.advantage = reward
-        groups = groups_of(answers, settings.group_size)
-        metrics = answer_metrics(groups, rewards.view(len(groups), -1), seconds, self.runtime)
-        metrics |= reward_means(groups, self.runtime)
-        return Rollout(groups, metrics)
+        metrics = answer_metrics(answers, rewards, seconds, self.runtime)
+        metrics |= reward_means(answers, self.runtime)
+        rewards = rewards.view(len(queries), -1)
+        has_one_reward = (rewards == rewards[:, :1]).all(1)
+        metrics["zero_variance"] = moments(has_one_reward, self.runtime)[0].item()
+        return Rollout(groups_of(answers, settings.group_size), metrics)
 
     def forward(self, batch):
         """Return log-probabilities, values and entropies (B, T), of the state in which a token of an
@@ -7414,7 +7406,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
         for batches in mini_batches * settings.epochs:
             tokens = runtime.sum(sum(batch.mask.sum() for batch in batches))
             torch._foreach_zero_([param.grad for param in self.trained.values()])
-            sums = {name: torch.zeros((), device=runtime.device) for name in METRICS}
+            sums = {name: torch.zeros((), device=runtime.device) for name in UPDATE_SUMS}
             with self.weights(qat):
                 for batch in batches:
                     logps, values, entropy = self.forward(batch)
@@ -7426,12 +7418,13 @@ class PPOTrainer(PolicyTrainer, Stateful):
                     sums["entropy"] += entropy.sum()
                     for name, part in parts.items():
                         sums[name] += part.sum()
-            clip = settings.grad_clip_norm
             totals = torch.stack([*sums.values()])
-            norm, totals = reduce_gradients(self.trained.values(), runtime, clip, totals)
+            norm, totals = reduce_gradients(
+                self.trained.values(), runtime, settings.grad_clip_norm, totals
+            )
             finite = torch.isfinite(norm + totals[0])  # the gradient and the loss
             step_optimizers(self.optimizers, multiplier, finite)
-            updates.append({"grad_norm": norm, **dict(zip(METRICS, totals, strict=True))})
+            updates.append({"grad_norm": norm, **dict(zip(UPDATE_SUMS, totals, strict=True))})
         return metrics | update_metrics(updates, time.perf_counter() - begin)
 
 

@@ -8,6 +8,7 @@ import math
 import random
 import statistics
 import time
+from dataclasses import replace
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -177,6 +178,26 @@ def test_credit_by_turn(M):
     assert len({len(answer.turn_advantages) for answer in answers}) > 1
 
 
+class Once(Counting):
+    """Rewards the first answer or the second, as the length of the first one says: always 1 in all."""
+
+    def step(self, text):
+        observation, count, _ = super().step(text)
+        is_first = len(self.said[0]) % 2
+        return observation, is_first == (count == 1), count == 2
+
+
+@both
+@pytest.mark.parametrize("credit", ["conversation", "turn"])
+def test_what_is_sampled_again_is_what_has_no_advantage(M, credit):
+    """With CREDIT=turn conversations of one total teach, if it was earned at different turns."""
+    changes = BY_TURN[M] | dict(credit=credit, group_size=6, resample_rounds=2)
+    metrics = trainer(M, Once, **changes).rollout(range(4), 0).metrics
+    assert metrics["reward"] == 1 and metrics["reward_std"] == 0
+    expected = (0, 0) if credit == "turn" else (1, 2)
+    assert (metrics["zero_variance"], metrics["resampled"]) == expected
+
+
 def returns(value):
     """Return a method that returns a value."""
     return lambda game, given: value
@@ -276,8 +297,12 @@ def test_nothing_is_learned_from_a_dropped_episode(monkeypatch):
     bad = [answer for answer in answers if answer.fault]
     begin = f"environment: {len(bad)} of 64 episodes have a fault; the first, seed 16: "
     assert 0 < len(bad) <= 4 and line == begin + bad[0].fault
-    for answer in answers:
-        assert answer.ids and (set(answer.logps) == {None}) == bool(answer.fault)
+    # The metrics count the tokens that it drew, the update reads none of them.
+    lengths = [len(answer.ids) - answer.logps.count(None) for answer in answers]
+    assert rollout.metrics["length"] == pytest.approx(statistics.fmean(lengths)) and min(lengths)
+    own.settings = replace(own.settings, kl_beta=1e-9)
+    rows = sum(len(batch.ids) for batch in own.batches_of(answers))
+    assert rows == len(answers) - len(bad)
     assert math.isfinite(own.update(rollout)["grad_norm"])
     monkeypatch.setattr(Unlucky, "every", 1)
     refusal(G.UserError, "of the episodes have a fault, at most 10% may", own.rollout, [1, 2], 0)

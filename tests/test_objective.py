@@ -128,7 +128,7 @@ def measured(M, rows, settings, width=6, pad=0.0):
     given = (total[0],) if M is S else (total, settings, 2)
     loss = (losses * M.token_weights(batch.mask, *given)).sum()
     [slopes] = torch.autograd.grad(loss, logps)
-    assert [*parts] == [*M.METRICS[3:]]
+    assert [*parts] == [*M.UPDATE_SUMS[3:]]
     assert not any(part.requires_grad for part in parts.values())
     return loss.item(), slopes, torch.stack([part.sum() for part in parts.values()])
 
@@ -184,7 +184,8 @@ def test_advantages_are_their_formula(M, scale):
     assert found.flatten().tolist() == pytest.approx(advantages_of(REWARDS, scale), abs=1e-12)
     for size, value in itertools.product((3, 7, 12), (0.1, 1 / 3, -1e6 / 3)):
         assert not M.group_advantages(torch.tensor([[value] * size]), scale, rewards.std()).any()
-    assert M.has_one_reward(torch.tensor([[1.0, 1.0, 0.0], [0.5] * 3])).tolist() == [False, True]
+    answers = [M.Answer(advantage=value) for value in (0.0, 0.0, -1e-9, 0.0, 0.0, 0.0)]
+    assert M.teaches_nothing([answers[:3], answers[3:]]).tolist() == [False, True]
 
 
 # ------------------------------------------------------------------------------------- rows and log-probabilities
@@ -581,7 +582,7 @@ def test_ranks_are_dealt_as_much_to_do():
 
 
 def test_metrics_of_a_rollout_are_of_all_ranks():
-    """Of two, which take one second and three: a group of one reward on the first, of two on the second."""
+    """Of two, which take one second and three."""
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.5]])
 
     def work(runtime):
@@ -590,12 +591,11 @@ def test_metrics_of_a_rollout_are_of_all_ranks():
         for length in (15, 17 - 2 * rank):
             ids = [5] * length
             answers.append(G.Answer(ids=ids, logps=[0.0] * length, finished=rank > 0))
-        return G.answer_metrics([answers], rewards[rank : rank + 1], 1.0 + 2 * rank, runtime)
+        return G.answer_metrics(answers, rewards[rank], 1.0 + 2 * rank, runtime)
 
     expected = {
         "reward": 0.625,
         "reward_std": rewards.flatten().std().item(),
-        "zero_variance": 0.5,
         "length": 15.5,
         "finished": 0.5,
         "gen_tok_s": 62 / 3,

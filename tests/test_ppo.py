@@ -118,7 +118,7 @@ def measured(rows, settings, width=6, pad=0.0):
     logps, values = batch.logps.requires_grad_(), batch.values.requires_grad_()
     batch.values = batch.old_values
     losses, parts = P.ppo_loss(logps, values, batch, settings)
-    assert [*parts] == [*P.METRICS[3:]]
+    assert [*parts] == [*P.UPDATE_SUMS[3:]]
     slopes = torch.autograd.grad(losses.sum(), (logps, values))
     return losses.sum().item(), *slopes, torch.stack([part.sum() for part in parts.values()])
 
