@@ -5177,19 +5177,20 @@ class TextContext(Context):
 
 
 class PackedLinear(TorchFunctionMode):
-    """F.linear by copies of the weights in oneDNN's layout, made when a weight is first met.
+    """F.linear by copies of the weights of one dtype in oneDNN's layout, made when they are first met.
 
     Without a copy every product lays its weight out anew. On a CPU a product of 1 to 16 rows then
     takes twice as long, and one of 64 rows 1.4 times (docs/lab/2026-11.md, 2026-11-27).
     """
 
-    def __init__(self):
+    def __init__(self, dtype):
         super().__init__()
+        self.dtype = dtype
         self.copies = {}  # id of a weight -> the weight, so that the id stays its own, and its copy
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Return what func returns."""
-        if func is not F.linear:
+        if func is not F.linear or args[1].dtype != self.dtype:
             return func(*args, **(kwargs or {}))
         x, weight = args
         if id(weight) not in self.copies:
@@ -5214,11 +5215,12 @@ class Decoder:
         self.graph = None
         # Whether each step has the same shapes, as compiled code and graphs want it.
         self.is_fixed = compiled or network.embed.is_cuda
+        dtype = network.embed.dtype
         # Weights that are cast for each product would have a new copy each time.
-        is_cast = network.dtype not in (None, network.embed.dtype)
-        has_layout = torch.backends.mkldnn.is_available() and network.embed.dtype != torch.float64
+        is_cast = network.dtype not in (None, dtype)
+        has_layout = torch.backends.mkldnn.is_available() and dtype != torch.float64
         is_packed = has_layout and not (self.is_fixed or is_cast)
-        self.linear = PackedLinear() if is_packed else contextlib.nullcontext()
+        self.linear = PackedLinear(dtype) if is_packed else contextlib.nullcontext()
         # A function: a bound method would refer back to the Decoder, whose caches would then stay
         # until Python looks for cycles.
         self.step = Decoder.read

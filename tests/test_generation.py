@@ -165,6 +165,31 @@ def test_compiled_steps_are_the_plain_ones():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_are_the_weights(dtype):
+    """Each matrix is packed once and multiplies as it does; in float64, or cast, none is packed."""
+    net = mixed(dtype)
+    moves = {3: [2, 0]}
+    tolerance = 1e-4 if dtype == torch.float32 else 0.5
+    decoder = check_steps(net, prompts_of(4, 3, 9, 17), texts(9, 3, 8), moves, tolerance)
+    packed = [weight for weight, _ in decoder.linear.copies.values()]
+    names = {name for name, param in net.named_parameters() if any(param is w for w in packed)}
+    assert {"embed", "w_ngram", "blocks.0.mlp.w_up", "mixers.0.w_o"} <= names
+    assert len(names) == len(packed) <= sum(param.ndim == 2 for param in net.parameters())
+    net.dtype = torch.float64
+    for other in (net, mixed()):
+        assert not hasattr(S.Decoder(other, [[BOS]]).linear, "copies")
+
+
+def test_a_weight_that_has_changed_is_packed_anew():
+    net = mixed(torch.float32)
+    generate(net, [[BOS, 5]], most=2)
+    net.blocks[0].mlp.w_up.mul_(1.5)
+    found = generate(net, [[BOS, 5]], way=(0.0, 0, 1.0))
+    wanted = generate(net.double(), [[BOS, 5]], way=(0.0, 0, 1.0))
+    assert [one.ids for one in found] == [one.ids for one in wanted]
+
+
 # ------------------------------------------------------------------------------------------ batches
 PROMPTS = prompts_of(10, 6, 1, 19, 6, 3, 19, 30)
 PROMPTS[2][11] = PROMPTS[6][9] = BOS
@@ -304,6 +329,13 @@ def test_a_temperature_near_0_draws_the_likeliest_token(temperature):
     uniform = torch.linspace(0, LAST_UNIFORM, 40, dtype=torch.float64)
     picks, logps = draw(logits, (temperature, 10**9, 0.5), uniform)
     assert torch.equal(picks, logits.argmax(-1)) and not logps.any()
+
+
+def test_the_largest_number_draws_a_token_that_has_a_chance():
+    """In float32 it is 1, and so the whole total."""
+    logits = torch.tensor([[0.0, 0.3, -math.inf, -math.inf]])
+    picks, logps = draw(logits, (1.0, 0, 1.0), torch.tensor([LAST_UNIFORM]).double())
+    assert picks == 1 and logps.item() == pytest.approx(-math.log1p(math.exp(-0.3)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

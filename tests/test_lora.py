@@ -101,18 +101,27 @@ def test_scale_rank_first_values_and_counts():
 
 
 # ------------------------------------------------------------------------------------------- frozen weights in bfloat16
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_frozen_weights_in_bfloat16_train_and_merge(device):
-    """On CUDA. The sums are made in float32 of the frozen weights, by quantize.py from the checkpoint too."""
+@pytest.mark.parametrize(
+    "device, dtype, is_half",
+    [
+        ("cpu", None, False),
+        ("cuda", None, True),
+        ("cpu", "bfloat16", True),
+        ("cuda", "float32", False),
+    ],
+)
+def test_frozen_weights_in_bfloat16_train_and_merge(device, dtype, is_half):
+    """On CUDA, or by DTYPE. Sums are made in float32 of the frozen weights, by quantize.py too."""
     settings = train_sft.Settings(lora_rank=4, qat=False, learning_rate=0.02)
     net = network(torch.float32, tie_embeddings=False, model_dim=32)
     ids = tokens(0, 4, 40)
     before = {name: w.clone() for name, w in net.state_dict().items()}
+    net.dtype = dtype and getattr(torch, dtype)
     train_sft.adapt(net, settings, torch.device(device))
     for name, param in net.named_parameters():
         is_adapter = ".lora_" in name
-        is_half = param.ndim > 1 and not is_adapter and device == "cuda"
-        assert param.dtype == (torch.bfloat16 if is_half else torch.float32)
+        is_frozen = param.ndim > 1 and not is_adapter
+        assert param.dtype == (torch.bfloat16 if is_half and is_frozen else torch.float32)
         assert param.requires_grad == is_adapter
     params = train_sft.trained_parameters(net)
     optimizers = train_sft.make_optimizers(params, settings, ALONE)
@@ -132,5 +141,5 @@ def test_frozen_weights_in_bfloat16_train_and_merge(device):
         assert w.dtype == torch.float32 and torch.equal(by_quantize[name], w)
         assert (w - expected[name]).abs().max() <= 2e-7 * w.abs().max()
         if ".w_" not in name:
-            half = before[name].bfloat16() if w.ndim > 1 and device == "cuda" else before[name]
+            half = before[name].bfloat16() if w.ndim > 1 and is_half else before[name]
             assert torch.equal(w, half.float())
