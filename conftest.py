@@ -27,6 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
 from common import ROOT, load_script
 
+# transformers calls flash-linear-attention where it is installed, and its kernels fail without a GPU
+# ("0 active drivers"). transformers chooses once per process, so it must never see the package.
+if not torch.cuda.is_available():
+    sys.modules["fla"] = None
+
 KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 # Settings of a run of train_gpt.py that takes seconds.
 TINY = dict(
@@ -566,12 +571,17 @@ def call(capsys):
     return run
 
 
-@pytest.fixture(scope="module")
-def remote_transformers(tmp_path_factory):
-    """Return the package, which copies code that it loads into a folder of these tests."""
+@pytest.fixture(scope="session")
+def transformers():
     package = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("safetensors")
     package.utils.logging.set_verbosity_error()
+    return package
+
+
+@pytest.fixture(scope="module")
+def remote_code(transformers, tmp_path_factory):
+    """transformers copies code that it loads into a folder of these tests."""
     dynamic = importlib.import_module("transformers.dynamic_module_utils")
     with pytest.MonkeyPatch.context() as patch:
         folder = str(tmp_path_factory.mktemp("modules"))
@@ -579,4 +589,4 @@ def remote_transformers(tmp_path_factory):
         patch.syspath_prepend(folder)
         for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
             patch.delitem(sys.modules, name)
-        yield package
+        yield

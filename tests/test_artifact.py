@@ -135,6 +135,16 @@ COUNTS = [[], [5], [1, 10**9], [10**9] + [1] * 255, [0] * 200 + [7], list(range(
 COUNTS += [[3**k for k in range(30)], [0, 5, 0, 0, 11, 0, 3]]
 
 
+def test_a_code_is_coded_by_the_sizes_of_its_row_and_column():
+    """In quarter octaves of a root mean square, 16 is 1: of rows in codes, of columns in shares of all codes'."""
+    codes = torch.tensor([[4, 0, 0, 0], [8, 0, 0, 0], [16, 0, 0, 0]], dtype=torch.int32)
+    symbols, pairs, sizes, counts = script.count_symbols(codes)
+    assert sizes.tolist() == [20, 24, 28, 20, 0, 0, 0] and torch.equal(symbols.int(), codes)
+    tables = torch.tensor([[40, 20, 20, 20], [44, 24, 24, 24], [48, 28, 28, 28]])
+    assert torch.equal(pairs, (256 * tables + codes).flatten())
+    assert counts[[40, 44, 48], [4, 8, 16]].tolist() == [1, 1, 1] and counts.sum() == 12
+
+
 @pytest.mark.parametrize("counts", COUNTS)
 def test_a_table_is_whole_and_near_the_entropy(counts):
     """Each symbol has a slot of 2**14 and its share of what is left: so many bits it costs at most."""

@@ -212,10 +212,9 @@ def llama2(tmp_path):
     return tmp_path
 
 
-def test_a_sentencepiece_model_has_its_template(llama2):
+def test_a_sentencepiece_model_has_its_template(transformers, llama2):
     """Marks are one id each in conversations; before each text between them stands a space, as tokenizer.json has it.
     What is exported is read so by transformers; its own class, with `legacy` or without, reads another tokenizer."""
-    transformers = pytest.importorskip("transformers")
     tokenizer = C.read_hf_tokenizer(llama2, "", 300)
     (llama2 / "imported.tiktoken").write_bytes(tokenizer.content)
     ours = S.load_tokenizer(llama2 / "imported.tiktoken")
@@ -254,10 +253,9 @@ CLASSES = ["GPT2Tokenizer", "Qwen2TokenizerFast", "LlamaTokenizerFast", "PreTrai
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_classes_that_read_another_tokenizer_are_known(tmp_path, name, model_type):
+def test_classes_that_read_another_tokenizer_are_known(transformers, tmp_path, name, model_type):
     """For each split of texts that a class of transformers has, and SmolLM2's: where misreading_class names none, ids
     are those of tokenizer.json."""
-    transformers = pytest.importorskip("transformers")
     texts = ["the  12", "e\u0301!", "t\u0301", "the's  the", "the"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     config = {"tokenizer_class": name, "bos_token": "<|endoftext|>"}
@@ -275,9 +273,8 @@ def test_classes_that_read_another_tokenizer_are_known(tmp_path, name, model_typ
 
 
 @pytest.mark.parametrize("processor", [False, True])
-def test_bos_is_where_transformers_has_it(tmp_path, processor):
+def test_bos_is_where_transformers_has_it(transformers, tmp_path, processor):
     """tokenizer.json's post_processor says it, not the flags of tokenizer_config.json."""
-    transformers = pytest.importorskip("transformers")
     config = {"bos_token": "<|endoftext|>", "add_bos_token": not processor, "add_eos_token": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     write_tokenizer(tmp_path, bos=processor)

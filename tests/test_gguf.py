@@ -32,13 +32,6 @@ MODELS = [
 
 
 @pytest.fixture
-def transformers():
-    package = pytest.importorskip("transformers", reason="transformers is not installed")
-    package.utils.logging.set_verbosity_error()
-    return package
-
-
-@pytest.fixture
 def convert(capsys):
     """convert(words): run a command; return its error, the last line that it printed, or ""."""
 

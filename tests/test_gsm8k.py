@@ -142,13 +142,11 @@ def test_forms_with_files_of_ones_own(main, tmp_path):
 
 # --------------------------------------------------------------------------------------- the guide
 @pytest.mark.full
-def test_every_command_of_the_walk_through(remote_transformers, tmp_path):
+def test_every_command_of_the_walk_through(transformers, tmp_path):
     """On a tiny Llama with a tokenizer and a template of SmolLM2's kind, which the commands find as a GGUF file."""
     pytest.importorskip("gguf", reason="gguf is not installed")
     hub = tmp_path / "hub"
-    make(remote_transformers, "llama", vocab_size=300, max_position_embeddings=512).save_pretrained(
-        hub
-    )
+    make(transformers, "llama", vocab_size=300, max_position_embeddings=512).save_pretrained(hub)
     write_tokenizer(hub, added=[("<|im_start|>", False), ("<|im_end|>", False)])
     config = {"chat_template": CHATML, "eos_token": "<|im_end|>"}
     (hub / "tokenizer_config.json").write_text(json.dumps(config))

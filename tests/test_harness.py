@@ -34,12 +34,11 @@ def phrase(rng, least, most):
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory):
+def harness(transformers, tmp_path_factory):
     """Return (folder, network, tokenizer) after the guide's commands before lm_eval.
 
     The folder has the exported model; network and tokenizer are those that sample.py loads.
     """
-    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("harness")
     special = dict(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
     theirs = transformers.PreTrainedTokenizerFast(

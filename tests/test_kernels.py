@@ -249,13 +249,14 @@ def test_what_fills_a_forward_has_few_documents(varlen):
 # -------------------------------------------------------------------------- Triton, without a GPU
 @pytest.mark.full
 def test_interpreted_kernels_of_fla_are_the_plain_form():
-    pytest.importorskip("fla")
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "interpreted.py"],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )
+    if "No module named 'fla'" in done.stderr:
+        pytest.skip("flash-linear-attention is not installed")
     assert done.returncode == 0, done.stderr[-2000:]
     for name, error in json.loads(done.stdout).items():
         assert error < 1e-3, (name, error)

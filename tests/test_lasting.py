@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import limit
 
 import train_gpt as T
 import train_grpo as G
@@ -706,6 +707,16 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(place):
     child = place.run("start", "limit(190000)\n", 1)
     assert re.fullmatch(r"error: \[Errno 27\].*\n", child.err), child.err
     assert "step:1/" not in child.out and steps_kept(place.of("start")) == []
+
+
+def test_a_line_that_a_full_disk_cuts_leaves_nothing(tmp_path, capsys):
+    """There is room for a line and a half, and then for all."""
+    log = T.LineFile(tmp_path / "log")
+    for size, text in ((9, "first"), (9, "second"), (-1, "third")):
+        limit(size)
+        log.write(text)
+    assert log.path.read_text() == "first\nthird\n"
+    assert capsys.readouterr().err == "log: [Errno 27] File too large\n"
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_run(place):

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 import unicodedata
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,17 +62,6 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=128,
 )
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    """Return the package, with its own form of the delta rule: fla's would need a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "fla", None)
-        package = pytest.importorskip("transformers", reason="transformers is not installed")
-        pytest.importorskip("safetensors")
-        package.utils.logging.set_verbosity_error()
-        yield package
 
 
 def make(transformers, name, **changes):

@@ -18,7 +18,7 @@ import sample
 import train_gpt as T
 from conftest import ROOT, refusal
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "remote_code")
 SIZES = dict(num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2)
 LAYOUTS = {mode: T.ARCH_PRESETS[mode] | SIZES for mode in ("D", "gdn", "baseline")}
 LAYOUTS |= {
@@ -30,11 +30,6 @@ LAYOUTS |= {
     "depth": dict(layer_pattern="A1 A2 A1 A2", tie_embeddings=False, logit_softcap=0.0),
 }
 GREEDY = dict(do_sample=False, eos_token_id=None)
-
-
-@pytest.fixture(scope="module")
-def transformers(remote_transformers):
-    return remote_transformers
 
 
 @pytest.fixture
@@ -340,7 +335,11 @@ def test_what_transformers_asks_of_a_model(exported, transformers, tmp_path, nam
     model.zero_grad()
     model.gradient_checkpointing_enable()
     model.train()
+    forwards = []
+    for block in model.base_model.network.blocks:
+        block.register_forward_pre_hook(lambda *_: forwards.append(1))
     model(ids, attention_mask=mask, labels=labels).loss.backward()
+    assert len(forwards) == 8  # four layers, and each of them again in the backward pass
     for param, gradient in zip(model.parameters(), gradients, strict=True):
         assert torch.equal(param.grad, gradient)
 

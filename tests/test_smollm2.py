@@ -40,9 +40,8 @@ def gguf_file():
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory):
+def smollm2(transformers, tmp_path_factory):
     """Return a folder of transformers with the model, which is made once a session."""
-    transformers = pytest.importorskip("transformers", reason=f"transformers {INSTALL}")
     pytest.importorskip("gguf", reason=f"gguf {INSTALL}")
     source = gguf_file()
     words = dict(pretrained_model_name_or_path=source.parent, gguf_file=source.name)
@@ -69,10 +68,8 @@ def imported_smollm2(smollm2):
 
 
 @pytest.fixture(scope="session")
-def theirs(smollm2):
+def theirs(transformers, smollm2):
     """Return model and tokenizer of transformers."""
-    import transformers
-
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     return model.eval(), transformers.AutoTokenizer.from_pretrained(smollm2)
 
@@ -139,9 +136,7 @@ def test_export_in_the_form_of_the_original(imported_smollm2, smollm2, tmp_path)
             assert (tmp_path / "like" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_chats_are_those_of_transformers(
-    imported_smollm2, ours, theirs, remote_transformers, tmp_path
-):
+def test_chats_are_those_of_transformers(imported_smollm2, ours, theirs, transformers, tmp_path):
     """Prompts, and greedy answers of the network and of a plain export, with its own template, context and ends."""
     model, tokenizer = theirs
     for talk in TALKS:
@@ -164,7 +159,7 @@ def test_chats_are_those_of_transformers(
     assert [*prompt, *answer.ids] == expected[0].tolist()
     convert("export", imported_smollm2, tmp_path / "plain")
     model, tokenizer = (
-        getattr(remote_transformers, kind).from_pretrained(tmp_path / "plain")
+        getattr(transformers, kind).from_pretrained(tmp_path / "plain")
         for kind in ("AutoModelForCausalLM", "AutoTokenizer")
     )
     assert model.config.max_position_embeddings == 8192
