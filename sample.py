@@ -133,7 +133,7 @@ class Settings:
     score_judge: Paths = ""  # a reward model that decides win; empty: REWARD
     score_file: Paths = ""  # file to write the scores to, as JSON; empty: none
     held_out: bool = False  # of SCORE_PATH, only the prompts that training holds out, by a hash
-    reward: Paths = "exact"  # of an answer: exact, or file.py:function, see load_rewards
+    reward: Paths = "exact"  # of an answer: exact, or file.py:function, see load_reward_functions
     mark: Paths = ""  # file.py:function that marks held-out answers; empty: the first of REWARD
     reward_seconds: float = 120.0  # the log names a reward function that takes longer
     eval_prompts: int = bounded(512, 1)  # prompts that score the model, at most
@@ -4155,11 +4155,11 @@ class RewardFault(UserError):
 
 
 @dataclass
-class Reward:
+class RewardFunction:
     """A reward function with TRL's signature: its name in the log, and its weight in the total."""
 
     name: str
-    function: Callable = None
+    call: Callable = None
     weight: float = 1.0
 
 
@@ -4264,12 +4264,12 @@ def from_file(setting, spec, kind):
     return getattr(module, name)
 
 
-def load_rewards(spec, setting="REWARD"):
-    """Return the Rewards that a setting names: parts `exact` or path.py:function, each maybe with
+def load_reward_functions(spec, setting="REWARD"):
+    """Return the RewardFunctions that a setting names: parts `exact` or path.py:function, each maybe with
     :WEIGHT, between commas. Raises UserError.
     """
     kind = "exact, or path.py:function with such a function; FUNCTION:WEIGHT,FUNCTION:WEIGHT"
-    rewards = []
+    functions = []
     for part in spec.split(","):
         name = part.strip()
         weight = "1"
@@ -4280,49 +4280,49 @@ def load_rewards(spec, setting="REWARD"):
             raise UserError(
                 f"{setting}={spec!r}: the weight of {name} must be a number, not {weight!r}"
             )
-        function = exact_match
+        call = exact_match
         if name != "exact":
-            function = from_file(setting, name, kind)
-        if not callable(function):
-            raise UserError(f"{setting}={spec!r}: must be {kind}; {name} is {function!r:.80}")
-        rewards.append(Reward(name.rpartition(":")[2], function, float(weight)))
-    return distinct_names(rewards)
+            call = from_file(setting, name, kind)
+        if not callable(call):
+            raise UserError(f"{setting}={spec!r}: must be {kind}; {name} is {call!r:.80}")
+        functions.append(RewardFunction(name.rpartition(":")[2], call, float(weight)))
+    return distinct_names(functions)
 
 
-def with_mark(rewards, spec):
-    """Return the Rewards of held-out answers, of which the first marks these: see is_right.
+def with_mark(functions, spec):
+    """Return the RewardFunctions of held-out answers, of which the first marks these: see is_right.
 
     spec: MARK, which names a function that has no weight in the total; empty: REWARD's first one
     marks. Raises UserError.
     """
     if not spec:
-        return rewards
-    mark, *others = load_rewards(spec, "MARK")
+        return functions
+    mark, *others = load_reward_functions(spec, "MARK")
     if others or mark.weight != 1:
         raise UserError(f"MARK={spec!r}: must be one function, and has no weight")
-    if mark.function in [reward.function for reward in rewards]:
-        return sorted(rewards, key=lambda reward: reward.function is not mark.function)
+    if mark.call in [function.call for function in functions]:
+        return sorted(functions, key=lambda function: function.call is not mark.call)
     mark.weight = 0.0
-    return distinct_names([mark, *rewards])
+    return distinct_names([mark, *functions])
 
 
-def distinct_names(rewards):
-    """Return Rewards with distinct names: of equal ones the second gets the suffix _2."""
+def distinct_names(functions):
+    """Return RewardFunctions with distinct names: of equal ones the second gets the suffix _2."""
     taken = set()
-    for reward in rewards:
-        name = reward.name
+    for function in functions:
+        name = function.name
         number = 1
-        while reward.name in taken:
+        while function.name in taken:
             number += 1
-            reward.name = f"{name}_{number}"
-        taken.add(reward.name)
-    return rewards
+            function.name = f"{name}_{number}"
+        taken.add(function.name)
+    return functions
 
 
-def taken_columns(reward, columns):
+def taken_columns(function, columns):
     """Return the columns that a reward function takes, by its signature. Raises RewardFault."""
     try:
-        parameters = inspect.signature(reward.function).parameters.values()
+        parameters = inspect.signature(function.call).parameters.values()
     except (TypeError, ValueError):  # a few functions that are written in C have no signature
         return columns
     taken = {}
@@ -4334,7 +4334,7 @@ def taken_columns(reward, columns):
             taken[parameter.name] = columns[parameter.name]
         elif parameter.default is parameter.empty and parameter.kind != parameter.VAR_POSITIONAL:
             raise RewardFault(
-                f"reward {reward.name}: needs the column {parameter.name!r}; there are "
+                f"reward {function.name}: needs the column {parameter.name!r}; there are "
                 f"{', '.join(columns)}"
             )
     return taken
@@ -4407,10 +4407,10 @@ def awaited(value):
 
 
 @contextlib.contextmanager
-def reward_call(reward, count, log, seconds):
+def reward_call(function, count, log, seconds):
     """A block that calls a reward function for `count` answers: what it raises becomes a RewardFault
     with the function's name, and the log names one that takes more than `seconds`."""
-    what = f"reward {reward.name}"
+    what = f"reward {function.name}"
     begin = time.perf_counter()
     try:
         with heartbeat(log, lambda: f"{what}: called for {count} answers"):
@@ -4439,7 +4439,7 @@ def reward_columns(rows, texts):
     return columns
 
 
-def call_rewards(rewards, rows, texts, log, seconds):
+def call_reward_functions(functions, rows, texts, log, seconds):
     """Return what reward functions give completions, by name: numbers, None where one does not apply.
 
     rows: the columns of each completion's problem, with all columns in each. texts: the
@@ -4449,21 +4449,21 @@ def call_rewards(rewards, rows, texts, log, seconds):
     values = {}
     pending = []  # calls of async functions
 
-    async def finish(reward, returned):
-        with reward_call(reward, len(texts), log, seconds):
-            values[reward.name] = reward_values(reward.name, await returned, len(texts))
+    async def finish(function, returned):
+        with reward_call(function, len(texts), log, seconds):
+            values[function.name] = reward_values(function.name, await returned, len(texts))
 
     async def finish_all():
         await asyncio.gather(*itertools.starmap(finish, pending))
 
-    for reward in rewards:
-        with reward_call(reward, len(texts), log, seconds):
+    for function in functions:
+        with reward_call(function, len(texts), log, seconds):
             columns = reward_columns(rows, texts)  # each function has lists of its own
-            returned = reward.function(**taken_columns(reward, columns))
+            returned = function.call(**taken_columns(function, columns))
             if inspect.isawaitable(returned):
-                pending.append((reward, returned))
+                pending.append((function, returned))
             else:
-                values[reward.name] = reward_values(reward.name, returned, len(texts))
+                values[function.name] = reward_values(function.name, returned, len(texts))
     if pending:
         awaited(finish_all())
     for name, column in values.items():
@@ -4473,24 +4473,24 @@ def call_rewards(rewards, rows, texts, log, seconds):
                     f"reward {name}: must be finite and below 1e15, or None, not {value} for the "
                     f"prompt {reprlib.repr(row['prompt'])}, completion {text!r:.80}"
                 )
-    return {reward.name: values[reward.name] for reward in rewards}
+    return {function.name: values[function.name] for function in functions}
 
 
-def weigh(rewards, answers):
+def weigh(functions, answers):
     """Set each answer's `reward`, the weighted sum of its `rewards` that apply (0 if none does)."""
     for answer in answers:
         answer.reward = 0.0
-        for reward in rewards:
-            answer.reward += reward.weight * (answer.rewards[reward.name] or 0.0)
+        for function in functions:
+            answer.reward += function.weight * (answer.rewards[function.name] or 0.0)
 
 
-def is_right(answer, rewards):
-    """Return whether an answer is right: the first of the rewards is 1 or more.
+def is_right(answer, functions):
+    """Return whether an answer is right: the reward of the first function is 1 or more.
 
-    Not their sum: parts that are no proof of a right answer could add up to 1. Without rewards, in a
+    Not their sum: parts that are no proof of a right answer could add up to 1. Without functions, in a
     conversation, it is that of the environment.
     """
-    value = answer.rewards[rewards[0].name] if rewards else answer.reward
+    value = answer.rewards[functions[0].name] if functions else answer.reward
     return value is not None and value >= 1
 
 
@@ -5100,30 +5100,30 @@ def score_text(models, path, settings):
     return result
 
 
-def count_right(rewards, answers, count, settings, log):
+def count_right(functions, answers, count, settings, log):
     """Fill in the rewards of answers; return how many of the `count` answers to each question are
     right. Raises UserError."""
     rows = [{**answer.question.problem, "completion_ids": answer.ids} for answer in answers]
     texts = [answer.text for answer in answers]
     try:
-        values = call_rewards(rewards, rows, texts, log, settings.reward_seconds)
+        values = call_reward_functions(functions, rows, texts, log, settings.reward_seconds)
         for place, answer in enumerate(answers):
             answer.rewards = {name: column[place] for name, column in values.items()}
     except RewardFault as fault:
         sys.stderr.write(fault.traceback)
         raise
-    weigh(rewards, answers)
-    marks = [is_right(answer, rewards) for answer in answers]
+    weigh(functions, answers)
+    marks = [is_right(answer, functions) for answer in answers]
     return [marks[start : start + count].count(True) for start in range(0, len(marks), count)]
 
 
-def reward_scores(rewards, answers):
-    """Return the mean of each reward over the answers to which it applies."""
+def reward_scores(functions, answers):
+    """Return the mean of each function's rewards over the answers to which it applies."""
     scores = {}
-    for reward in rewards:
-        values = [one.rewards[reward.name] for one in answers]
+    for function in functions:
+        values = [one.rewards[function.name] for one in answers]
         values = [value for value in values if value is not None]
-        scores[f"rewards/{reward.name}"] = statistics.fmean(values) if values else None
+        scores[f"rewards/{function.name}"] = statistics.fmean(values) if values else None
     return scores
 
 
@@ -5135,14 +5135,14 @@ def score_task(models, path, settings):
     """
     n = settings.eval_samples
     questions = read_questions([models.scored], path, settings, models.log)
-    rewards = with_mark(load_rewards(settings.reward), settings.mark)
+    functions = with_mark(load_reward_functions(settings.reward), settings.mark)
     greedy = answer_questions(models.scored, questions, replace(settings, temperature=0.0), 1)
-    result = {"greedy": interval(count_right(rewards, greedy, 1, settings, models.log))}
+    result = {"greedy": interval(count_right(functions, greedy, 1, settings, models.log))}
     answers = answer_questions(models.scored, questions, settings, n)
-    counts = count_right(rewards, answers, n, settings, models.log)
+    counts = count_right(functions, answers, n, settings, models.log)
     for k in sorted({n, *(1 << power for power in range(n.bit_length()))}):
         result[f"pass{k}"] = interval([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts])
-    result |= reward_scores(rewards, answers)
+    result |= reward_scores(functions, answers)
     models.answers[path] = [answer.row() for answer in greedy + answers]
     return {**result, "n": len(questions), "samples": n}
 
@@ -5211,7 +5211,7 @@ def score_win(models, path, settings):
     """
     both = [models.scored, models.other]
     questions = read_questions(both, path, settings, models.log)
-    functions = load_rewards(settings.reward)
+    functions = load_reward_functions(settings.reward)
     texts = []
     marks = []
     for model in both:

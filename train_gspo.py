@@ -140,7 +140,7 @@ class Settings:
     # problems
     train_files: Paths = "data/sort.jsonl"  # FILE,FILE of rows; for SFT and DPO each maybe :WEIGHT
     val_files: Paths = ""  # FILE,FILE of held-out rows; empty: one prompt in ten, by a hash
-    reward: Paths = "exact"  # of an answer: exact, or file.py:function, see load_rewards
+    reward: Paths = "exact"  # of an answer: exact, or file.py:function, see load_reward_functions
     mark: Paths = ""  # file.py:function that marks held-out answers; empty: the first of REWARD
     reward_seconds: float = 120.0  # the log names a reward function that takes longer
     eval_prompts: int = bounded(512, 2)  # prompts that score the model, at most
@@ -5568,11 +5568,11 @@ class RewardFault(UserError):
 
 
 @dataclass
-class Reward:
+class RewardFunction:
     """A reward function with TRL's signature: its name in the log, and its weight in the total."""
 
     name: str
-    function: Callable = None
+    call: Callable = None
     weight: float = 1.0
 
 
@@ -5677,12 +5677,12 @@ def from_file(setting, spec, kind):
     return getattr(module, name)
 
 
-def load_rewards(spec, setting="REWARD"):
-    """Return the Rewards that a setting names: parts `exact` or path.py:function, each maybe with
+def load_reward_functions(spec, setting="REWARD"):
+    """Return the RewardFunctions that a setting names: parts `exact` or path.py:function, each maybe with
     :WEIGHT, between commas. Raises UserError.
     """
     kind = "exact, or path.py:function with such a function; FUNCTION:WEIGHT,FUNCTION:WEIGHT"
-    rewards = []
+    functions = []
     for part in spec.split(","):
         name = part.strip()
         weight = "1"
@@ -5693,49 +5693,49 @@ def load_rewards(spec, setting="REWARD"):
             raise UserError(
                 f"{setting}={spec!r}: the weight of {name} must be a number, not {weight!r}"
             )
-        function = exact_match
+        call = exact_match
         if name != "exact":
-            function = from_file(setting, name, kind)
-        if not callable(function):
-            raise UserError(f"{setting}={spec!r}: must be {kind}; {name} is {function!r:.80}")
-        rewards.append(Reward(name.rpartition(":")[2], function, float(weight)))
-    return distinct_names(rewards)
+            call = from_file(setting, name, kind)
+        if not callable(call):
+            raise UserError(f"{setting}={spec!r}: must be {kind}; {name} is {call!r:.80}")
+        functions.append(RewardFunction(name.rpartition(":")[2], call, float(weight)))
+    return distinct_names(functions)
 
 
-def with_mark(rewards, spec):
-    """Return the Rewards of held-out answers, of which the first marks these: see is_right.
+def with_mark(functions, spec):
+    """Return the RewardFunctions of held-out answers, of which the first marks these: see is_right.
 
     spec: MARK, which names a function that has no weight in the total; empty: REWARD's first one
     marks. Raises UserError.
     """
     if not spec:
-        return rewards
-    mark, *others = load_rewards(spec, "MARK")
+        return functions
+    mark, *others = load_reward_functions(spec, "MARK")
     if others or mark.weight != 1:
         raise UserError(f"MARK={spec!r}: must be one function, and has no weight")
-    if mark.function in [reward.function for reward in rewards]:
-        return sorted(rewards, key=lambda reward: reward.function is not mark.function)
+    if mark.call in [function.call for function in functions]:
+        return sorted(functions, key=lambda function: function.call is not mark.call)
     mark.weight = 0.0
-    return distinct_names([mark, *rewards])
+    return distinct_names([mark, *functions])
 
 
-def distinct_names(rewards):
-    """Return Rewards with distinct names: of equal ones the second gets the suffix _2."""
+def distinct_names(functions):
+    """Return RewardFunctions with distinct names: of equal ones the second gets the suffix _2."""
     taken = set()
-    for reward in rewards:
-        name = reward.name
+    for function in functions:
+        name = function.name
         number = 1
-        while reward.name in taken:
+        while function.name in taken:
             number += 1
-            reward.name = f"{name}_{number}"
-        taken.add(reward.name)
-    return rewards
+            function.name = f"{name}_{number}"
+        taken.add(function.name)
+    return functions
 
 
-def taken_columns(reward, columns):
+def taken_columns(function, columns):
     """Return the columns that a reward function takes, by its signature. Raises RewardFault."""
     try:
-        parameters = inspect.signature(reward.function).parameters.values()
+        parameters = inspect.signature(function.call).parameters.values()
     except (TypeError, ValueError):  # a few functions that are written in C have no signature
         return columns
     taken = {}
@@ -5747,7 +5747,7 @@ def taken_columns(reward, columns):
             taken[parameter.name] = columns[parameter.name]
         elif parameter.default is parameter.empty and parameter.kind != parameter.VAR_POSITIONAL:
             raise RewardFault(
-                f"reward {reward.name}: needs the column {parameter.name!r}; there are "
+                f"reward {function.name}: needs the column {parameter.name!r}; there are "
                 f"{', '.join(columns)}"
             )
     return taken
@@ -5820,10 +5820,10 @@ def awaited(value):
 
 
 @contextlib.contextmanager
-def reward_call(reward, count, log, seconds):
+def reward_call(function, count, log, seconds):
     """A block that calls a reward function for `count` answers: what it raises becomes a RewardFault
     with the function's name, and the log names one that takes more than `seconds`."""
-    what = f"reward {reward.name}"
+    what = f"reward {function.name}"
     begin = time.perf_counter()
     try:
         with heartbeat(log, lambda: f"{what}: called for {count} answers"):
@@ -5852,7 +5852,7 @@ def reward_columns(rows, texts):
     return columns
 
 
-def call_rewards(rewards, rows, texts, log, seconds):
+def call_reward_functions(functions, rows, texts, log, seconds):
     """Return what reward functions give completions, by name: numbers, None where one does not apply.
 
     rows: the columns of each completion's problem, with all columns in each. texts: the
@@ -5862,21 +5862,21 @@ def call_rewards(rewards, rows, texts, log, seconds):
     values = {}
     pending = []  # calls of async functions
 
-    async def finish(reward, returned):
-        with reward_call(reward, len(texts), log, seconds):
-            values[reward.name] = reward_values(reward.name, await returned, len(texts))
+    async def finish(function, returned):
+        with reward_call(function, len(texts), log, seconds):
+            values[function.name] = reward_values(function.name, await returned, len(texts))
 
     async def finish_all():
         await asyncio.gather(*itertools.starmap(finish, pending))
 
-    for reward in rewards:
-        with reward_call(reward, len(texts), log, seconds):
+    for function in functions:
+        with reward_call(function, len(texts), log, seconds):
             columns = reward_columns(rows, texts)  # each function has lists of its own
-            returned = reward.function(**taken_columns(reward, columns))
+            returned = function.call(**taken_columns(function, columns))
             if inspect.isawaitable(returned):
-                pending.append((reward, returned))
+                pending.append((function, returned))
             else:
-                values[reward.name] = reward_values(reward.name, returned, len(texts))
+                values[function.name] = reward_values(function.name, returned, len(texts))
     if pending:
         awaited(finish_all())
     for name, column in values.items():
@@ -5886,24 +5886,24 @@ def call_rewards(rewards, rows, texts, log, seconds):
                     f"reward {name}: must be finite and below 1e15, or None, not {value} for the "
                     f"prompt {reprlib.repr(row['prompt'])}, completion {text!r:.80}"
                 )
-    return {reward.name: values[reward.name] for reward in rewards}
+    return {function.name: values[function.name] for function in functions}
 
 
-def weigh(rewards, answers):
+def weigh(functions, answers):
     """Set each answer's `reward`, the weighted sum of its `rewards` that apply (0 if none does)."""
     for answer in answers:
         answer.reward = 0.0
-        for reward in rewards:
-            answer.reward += reward.weight * (answer.rewards[reward.name] or 0.0)
+        for function in functions:
+            answer.reward += function.weight * (answer.rewards[function.name] or 0.0)
 
 
-def is_right(answer, rewards):
-    """Return whether an answer is right: the first of the rewards is 1 or more.
+def is_right(answer, functions):
+    """Return whether an answer is right: the reward of the first function is 1 or more.
 
-    Not their sum: parts that are no proof of a right answer could add up to 1. Without rewards, in a
+    Not their sum: parts that are no proof of a right answer could add up to 1. Without functions, in a
     conversation, it is that of the environment.
     """
-    value = answer.rewards[rewards[0].name] if rewards else answer.reward
+    value = answer.rewards[functions[0].name] if functions else answer.reward
     return value is not None and value >= 1
 
 
@@ -6426,14 +6426,14 @@ class Answer(Sample):
         """Return the advantage in a list: it holds for all tokens."""
         return [self.advantage]
 
-    def asked(self):
+    def prompt_text(self):
         """Return the text of the prompt."""
         return "\n".join(text for _, text, *_ in query_turns(self.query))
 
     def row(self):
         """Return what samples.jsonl has of the answer."""
         return {
-            "prompt": self.asked(),
+            "prompt": self.prompt_text(),
             "completion": self.text,
             "rewards": self.rewards,
             "reward": self.reward,
@@ -6569,21 +6569,21 @@ def prompts_unit(settings, ranks):
     return unit
 
 
-def named_rewards(functions, weights=None):
-    """Return the Rewards of functions (or one), with a weight for each. Raises UserError."""
+def named_functions(functions, weights=None):
+    """Return the RewardFunctions of functions (or one), with a weight for each. Raises UserError."""
     functions = [functions] if callable(functions) else [*functions]
     if not functions:
         raise UserError("reward_funcs: none; must be one at least")
-    if isinstance(functions[0], Reward):
+    if isinstance(functions[0], RewardFunction):
         return functions
     weights = [1.0] * len(functions) if weights is None else [*weights]
     if len(weights) != len(functions):
         raise UserError(f"reward_weights={weights!r}: must be {len(functions)} numbers")
-    rewards = []
+    named = []
     for function, weight in zip(functions, weights, strict=True):
         name = getattr(function, "__name__", type(function).__name__)
-        rewards.append(Reward(name, function, weight))
-    return distinct_names(rewards)
+        named.append(RewardFunction(name, function, weight))
+    return distinct_names(named)
 
 
 def first_of_ranks(value, runtime):
@@ -6678,7 +6678,7 @@ class PolicyTrainer:
 
     model: a GPT. tokenizer: of load_tokenizer. train_dataset: queries for `train`: strings, or
     dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's signature, see
-    call_rewards; reward_weights: a number for each of them, 1 if not given. ref_model: a GPT that
+    call_reward_functions; reward_weights: a number for each of them, 1 if not given. ref_model: a GPT that
     KL_BETA keeps the policy near, in place of the policy as it is now. log: function of a line. A
     subclass has `sample`, `rollout` and `update`. Raises UserError.
     """
@@ -6733,7 +6733,7 @@ class PolicyTrainer:
         """Return the context of the weights that sample and learn: under QAT the rounded ones."""
         return quantized(self.network, self.table) if qat else contextlib.nullcontext()
 
-    def asked(self, query):
+    def prompt_ids(self, query):
         """Return the ids of a query's prompt. Raises UserError if there is no room for an answer."""
         prompt = asked_ids(self.tokenizer, query_turns(query))
         length = self.settings.max_new_tokens
@@ -6745,8 +6745,8 @@ class PolicyTrainer:
             )
         return prompt
 
-    def score(self, answers, rewards):
-        """Fill in `reward` and `rewards` of answers; return the first (n,), float64.
+    def score(self, answers, functions):
+        """Fill in `reward` and `rewards` of answers by RewardFunctions; return the first (n,), float64.
 
         All ranks call it together, perhaps without an answer. Raises UserError on all ranks.
         """
@@ -6760,13 +6760,15 @@ class PolicyTrainer:
         try:
             values = {}
             if answers:
-                values = call_rewards(rewards, rows, texts, self.log, self.settings.reward_seconds)
+                values = call_reward_functions(
+                    functions, rows, texts, self.log, self.settings.reward_seconds
+                )
             for place, answer in enumerate(answers):
                 answer.rewards = {name: column[place] for name, column in values.items()}
         except RewardFault as error:
             fault = error
         raise_first(fault, self.runtime, self.log)
-        weigh(rewards, answers)
+        weigh(functions, answers)
         unmarked = [{*answer.rewards.values()} == {None} for answer in answers].count(True)
         count = self.runtime.sum(torch.tensor(float(unmarked), device=self.runtime.device))
         if count and not self.is_unmarked:
@@ -6781,8 +6783,9 @@ class PolicyTrainer:
         """
         if reward_function:
             self.reward_weights = None
-            (reward,) = self.reward_funcs = named_rewards(reward_function)
-            reward.function = lambda prompts, completions: reward_function(prompts, completions)
+            (function,) = self.reward_funcs = named_functions(reward_function)
+            # By position: its arguments may have any names.
+            function.call = lambda prompts, completions: reward_function(prompts, completions)
         if not queries or len(queries) % self.unit:
             raise UserError(
                 f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "
@@ -6821,14 +6824,14 @@ EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no trainin
 class Exam(Stateful):
     """The held-out problems, and the policy's scores before training.
 
-    rewards: see with_mark and is_right.
+    functions: RewardFunctions, see with_mark and is_right.
     """
 
     STATE = ("before",)
 
-    def __init__(self, problems, rewards):
+    def __init__(self, problems, functions):
         self.problems = problems
-        self.rewards = rewards
+        self.functions = functions
         self.before = {}  # as of scores()
         self.answers = []  # of this rank's first problems at the last scoring, by problem
 
@@ -6838,7 +6841,7 @@ class Exam(Stateful):
         share = slice(runtime.rank, None, runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
         answers = trainer.sample(problems[share], count, temperature, seeds[share], qat)
-        trainer.score(answers, self.rewards)
+        trainer.score(answers, self.functions)
         groups = groups_of(answers, count)[:RECORDED_PROMPTS]
         pairs = itertools.zip_longest(self.answers, groups, fillvalue=[])
         self.answers = [[*before, *group] for before, group in pairs]
@@ -6858,11 +6861,11 @@ class Exam(Stateful):
         """Return whether `count` answers to each problem are right, (n, count), float64, and the
         values of each reward (rewards, n, count), NaN where it does not apply.
         """
-        table = torch.zeros(1 + len(self.rewards), len(answers), dtype=torch.float64)
+        table = torch.zeros(1 + len(self.functions), len(answers), dtype=torch.float64)
         for place, answer in enumerate(answers):
-            table[0, place] = is_right(answer, self.rewards)
-            for row, reward in enumerate(self.rewards, 1):
-                value = answer.rewards[reward.name]
+            table[0, place] = is_right(answer, self.functions)
+            for row, function in enumerate(self.functions, 1):
+                value = answer.rewards[function.name]
                 table[row, place] = math.nan if value is None else value
         table = self.gather(trainer, table, count)
         return table[0], table[1:]
@@ -6881,8 +6884,8 @@ class Exam(Stateful):
             "pass1": sampled.mean(1),
             f"pass{EVAL_SAMPLES}": sampled.amax(1),
         }
-        for reward, value in zip(self.rewards, values, strict=True):
-            scores[f"rewards/{reward.name}"] = value.nanmean(1)
+        for function, value in zip(self.functions, values, strict=True):
+            scores[f"rewards/{function.name}"] = value.nanmean(1)
         return scores | self.more_scores(trainer, answers)
 
     def more_scores(self, trainer, answers):
@@ -6969,9 +6972,9 @@ def begin_run(run, trainer, exam, samples, checkpoint):
         run.parts["reference"] = trainer.ref_model
     run.log(f"parameters: {name_values(count_parameters(network))}")
     run.log(run.plan.describe())
-    parts = [f"{reward.weight:g} x {reward.name}" for reward in exam.rewards]
-    if parts:
-        run.log(f"reward: {' + '.join(parts)}; right: {exam.rewards[0].name} is 1 or more")
+    weighted = [f"{function.weight:g} x {function.name}" for function in exam.functions]
+    if weighted:
+        run.log(f"reward: {' + '.join(weighted)}; right: {exam.functions[0].name} is 1 or more")
     run.log(
         f"batch: a step is {settings.prompts_per_step} prompts x {settings.group_size} samples, "
         f"{settings.mini_batches} mini-batches x {settings.epochs} epochs"
@@ -7209,7 +7212,7 @@ class Episode(Answer):
         if self.fault:
             self.prompt = asked_ids(tokenizer, [("<|user|>", "?")])
 
-    def asked(self):
+    def prompt_text(self):
         """Return the text of the prompt."""
         return self.first_text
 
@@ -7529,7 +7532,7 @@ class GSPOTrainer(PolicyTrainer):
             if self.environment:
                 answers += new_episodes(self, query, count)
             else:
-                prompt = self.asked(query)
+                prompt = self.prompt_ids(query)
                 answers += [Answer(query=query, prompt=prompt) for _ in range(count)]
         for answer in answers:
             answer.temperature = temperature
@@ -7551,11 +7554,11 @@ class GSPOTrainer(PolicyTrainer):
             answer.text = completion(self.tokenizer, answer.prompt, answer.ids)
         return answers
 
-    def score(self, answers, rewards):
+    def score(self, answers, functions):
         """Fill in `reward` and `rewards` of answers; return the first (n,). See PolicyTrainer."""
         if self.environment:
             return score_episodes(self, answers)
-        return super().score(answers, rewards)
+        return super().score(answers, functions)
 
     @torch.no_grad()
     def rollout(self, queries, step, qat=False):
@@ -7601,7 +7604,7 @@ class GSPOTrainer(PolicyTrainer):
         if self.environment:
             rewards = episode_rewards(self, answers)
         else:
-            functions = named_rewards(self.reward_funcs, self.reward_weights)
+            functions = named_functions(self.reward_funcs, self.reward_weights)
             rewards = self.score(answers, functions)
         return groups_of(answers, size), rewards.view(len(queries), size), seconds
 
@@ -7725,16 +7728,16 @@ def main():
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device)
     prompts_unit(settings, runtime.world_size)
-    rewards = load_rewards(settings.reward)
+    functions = load_reward_functions(settings.reward)
     environment = None
     if settings.environment:
-        rewards = []  # the environment has its own
+        functions = []  # the environment has its own rewards
         environment = load_environment(settings.environment)
     network, tokenizer, source = load_start(settings)
     check = room_check(settings, tokenizer, network.config.train_seq_len)
     reports = []
     problems, choice, held_out = find_problems(settings, check, reports.append)
-    exam = Exam(held_out, with_mark(rewards, settings.mark))
+    exam = Exam(held_out, with_mark(functions, settings.mark))
 
     # run folder and log, policy, trainer, averages
     clock = Clock(settings, runtime, replayed_progress(settings))
@@ -7758,7 +7761,7 @@ def main():
         tokenizer,
         settings,
         environment=environment,
-        reward_funcs=rewards,
+        reward_funcs=functions,
         train_dataset=problems,
         runtime=runtime,
         log=run.log,

@@ -692,8 +692,8 @@ def test_calls_that_do_not_fit_are_refused_in_a_line(monkeypatch, float32):
     for queries in ([], ["a"] * 3):
         refusal(G.UserError, f"{len(queries)} queries", own.train_step, queries, len)
     refusal(G.UserError, "ITERATIONS=0", own.train, len)
-    assert len(own.asked("d" * 10)) == 14
-    said = refusal(G.UserError, "MAX_NEW_TOKENS=6", own.asked, "d" * 11)
+    assert len(own.prompt_ids("d" * 10)) == 14
+    said = refusal(G.UserError, "MAX_NEW_TOKENS=6", own.prompt_ids, "d" * 11)
     assert set(re.findall("[0-9]+", said)) == {"6", "15", "20"}
     for query in ({"question": "x"}, 7, {"prompt": 7}):
         refusal(G.UserError, "string `prompt`", G.prompt_of, query)

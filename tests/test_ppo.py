@@ -312,7 +312,7 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
     assert found == pytest.approx(expected, abs=1e-12) and len(set(expected)) == 12
     assert rollout.metrics["reward"] == pytest.approx(statistics.mean(expected), abs=1e-9)
     problems = [{"prompt": query, "answer": "?"} for query in QUERIES]
-    is_long = P.Reward("long", lambda completions: [len(text) > 2 for text in completions])
+    is_long = P.RewardFunction("long", lambda completions: [len(text) > 2 for text in completions])
     found = P.JudgedExam(problems, [is_long]).scores(own)
     seeds = [(1337, P.EVAL_STEP, number) for number in range(4)]
     answers = own.sample(QUERIES, 8, 1.0, seeds)

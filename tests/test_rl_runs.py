@@ -476,8 +476,8 @@ def test_the_guides_reward_function(tmp_path):
     """Its values, by hand."""
     [text] = [text for text in blocks(GUIDE, "python") if text.startswith("def score")]
     (tmp_path / "mine.py").write_text(text)
-    [reward] = G.load_rewards(f"{tmp_path / 'mine.py'}:score")
-    found = reward.function(["312"] * 4, ["123", "124", "12", "xyz"], ["123"] * 4)
+    [reward] = G.load_reward_functions(f"{tmp_path / 'mine.py'}:score")
+    found = reward.call(["312"] * 4, ["123", "124", "12", "xyz"], ["123"] * 4)
     assert found == pytest.approx([1.0, 0.1 * 2 / 3, 0.1 * 2 / 3, 0.0])
 
 

@@ -340,13 +340,13 @@ COLUMNS = [{"prompt": prompt, "answer": "12357", "level": 1} for prompt in ("527
 
 def called(*rewards):
     """Return what functions give two answers, by name."""
-    return G.call_rewards([*rewards], COLUMNS, TEXTS, print, 120)
+    return G.call_reward_functions([*rewards], COLUMNS, TEXTS, print, 120)
 
 
 def user_values(folder, source):
     """Return what `score` of a file gives two answers."""
     (folder / "mine.py").write_text(source, encoding="utf-8")
-    return called(*G.load_rewards(f"{folder}/mine.py:score"))["score"]
+    return called(*G.load_reward_functions(f"{folder}/mine.py:score"))["score"]
 
 
 def test_what_a_users_reward_may_return():
@@ -376,7 +376,7 @@ def test_what_a_users_reward_may_return():
         line = refusal(G.UserError, "^reward score: ", G.reward_values, "score", returned, 2)
         assert len(line) < 200
     for values, text in (((math.nan, 0), "12357"), ((0, 1e15), "first"), ((0, -1e400), "first")):
-        reward = G.Reward("score", lambda completions, values=values: values)
+        reward = G.RewardFunction("score", lambda completions, values=values: values)
         assert text in refusal(G.UserError, "finite and below 1e15", called, reward)
 
 
@@ -420,9 +420,9 @@ def test_a_function_gets_the_columns_that_it_takes_in_lists_of_its_own(tmp_path)
         assert "prompt" not in columns
         return columns["level"]
 
-    rewards = [G.Reward(function.__name__, function) for function in (score, all_of)]
+    rewards = [G.RewardFunction(function.__name__, function) for function in (score, all_of)]
     assert called(*rewards) == {"score": [1.0, 2.0], "all_of": [1.0, 1.0]}
-    refusal(G.UserError, "'grade'", called, G.Reward("score", lambda grade: grade))
+    refusal(G.UserError, "'grade'", called, G.RewardFunction("score", lambda grade: grade))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -436,8 +436,11 @@ def test_a_slow_function_is_named_with_its_seconds(is_async, monkeypatch):
 
     logged = []
     slow = awaits if is_async else lambda completions: [time.sleep(0.12)] * 2
-    rewards = [G.Reward("slow", slow), G.Reward("quick", lambda completions: [1, 2])]
-    values = G.call_rewards(rewards, COLUMNS, TEXTS, logged.append, 0.1)
+    rewards = [
+        G.RewardFunction("slow", slow),
+        G.RewardFunction("quick", lambda completions: [1, 2]),
+    ]
+    values = G.call_reward_functions(rewards, COLUMNS, TEXTS, logged.append, 0.1)
     assert values == {"slow": [None, None], "quick": [1.0, 2.0]}
     assert logged[0] == "reward slow: called for 2 answers, 0 s"
     end = r"reward slow: 0\.\d s for 2 answers, more than REWARD_SECONDS=0\.1"
@@ -470,7 +473,7 @@ def test_async_functions_of_a_step_are_awaited_together_in_one_loop():
             return [len(text) for text in answer]
 
     async def notebook():
-        return called(G.Reward("one", one), G.Reward("two", two))
+        return called(G.RewardFunction("one", one), G.RewardFunction("two", two))
 
     for _ in range(2):
         assert asyncio.run(notebook()) == {"one": [1.0, 2.0], "two": [5.0, 5.0]}
@@ -488,7 +491,7 @@ def test_what_mark_names_decides_what_is_right(tmp_path):
         (f"{near}:2,{right}:0.5", right, [False, True], [4.45, 0.5]),
         (near, "exact", [True, False], [2.0, 0.0]),
     ):
-        rewards = G.with_mark(G.load_rewards(reward), mark)
+        rewards = G.with_mark(G.load_reward_functions(reward), mark)
         values = called(*rewards)
         answers = []
         for column in zip(*values.values(), strict=True):
@@ -497,11 +500,11 @@ def test_what_mark_names_decides_what_is_right(tmp_path):
         assert [G.is_right(answer, rewards) for answer in answers] == marks
         assert [answer.reward for answer in answers] == totals
     for spec in (f"{near},{right}", f"{right}:2", "none.py:x"):
-        refusal(G.UserError, "^MARK=", G.with_mark, G.load_rewards(near), spec)
+        refusal(G.UserError, "^MARK=", G.with_mark, G.load_reward_functions(near), spec)
 
 
 def test_names_of_rewards_are_distinct():
-    rewards = [G.Reward(name, None, 1.0) for name in ("a", "a", "a_2")]
+    rewards = [G.RewardFunction(name, None, 1.0) for name in ("a", "a", "a_2")]
     assert [one.name for one in G.distinct_names(rewards)] == ["a", "a_2", "a_2_2"]
 
 
@@ -519,11 +522,11 @@ def test_files_of_one_name_with_neighbours_of_one_name_and_process_pools(tmp_pat
             f"def size(text): return {number} * len(text)\n"
         )
         parts.append(f"{tmp_path}/{name}/scores_of_h6.py:near")
-    rewards = G.load_rewards(f"exact:0.5, {parts[0]},{parts[1]}:-2e-1")
+    rewards = G.load_reward_functions(f"exact:0.5, {parts[0]},{parts[1]}:-2e-1")
     expected = [("exact", 0.5), ("near", 1), ("near_2", -0.2)]
     assert [(one.name, one.weight) for one in rewards] == expected
-    assert [one.function(["abc"]) for one in rewards[1:]] == [[3], [6]]
-    functions = [sys.modules[one.function.__module__].score for one in rewards[1:]]
+    assert [one.call(["abc"]) for one in rewards[1:]] == [[3], [6]]
+    functions = [sys.modules[one.call.__module__].score for one in rewards[1:]]
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         assert [pool.submit(one, "ab").result() for one in functions] == [2, 4]
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -538,4 +541,4 @@ def test_a_reward_that_names_no_function_is_refused(spec, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     for name in ("mine.txt", "mine.py"):
         (tmp_path / name).write_text("number = 1\ndef score(**columns): return [0.0]")
-    refusal(G.UserError, f"^REWARD='{spec}': ", G.load_rewards, spec)
+    refusal(G.UserError, f"^REWARD='{spec}': ", G.load_reward_functions, spec)
