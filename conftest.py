@@ -237,6 +237,7 @@ class Place:
         self.tiny = tiny
         self.script = script
         self.unset = dict.fromkeys([*tiny, "DATA_PATH"])  # what a run takes from the one it resumes
+        self.resumed = {**self.unset, "RUN_ID": None, "RESUME": "run"}
         self.count = 0
 
     def environment(self, out, **changes):
@@ -266,9 +267,7 @@ class Place:
 
     def resume(self, out, patch="", code=0, **changes):
         """Go on with the run of `out`, with its settings."""
-        return self.run(
-            out, patch, code, **{**self.unset, "RUN_ID": None, "RESUME": "run", **changes}
-        )
+        return self.run(out, patch, code, **{**self.resumed, **changes})
 
     def refused(self, out, patch="", code=2, **changes):
         """Return the only line that a run says on stderr, which ends with it and has no result."""
@@ -297,7 +296,7 @@ class Place:
         return {int(step): float(value) for step, value in found}
 
     def result(self, out):
-        return json.loads((self.of(out) / "result.json").read_text())
+        return read_json(self.of(out) / "result.json")
 
     def artifact(self, out):
         return (self.of(out) / "model.upar").read_bytes()
@@ -323,8 +322,8 @@ def stop_at(step):
     return f"stop(T, {step})\n"
 
 
-def check_result(place, out, script):
-    """The facts of a result of a post-training script that any run has."""
+def check_facts(place, out, script):
+    """Return the result of a run without events, whose facts of any script are right; the log ends with it."""
     result = place.result(out)
     artifact = place.artifact(out)
     code = (ROOT / f"{script}.py").read_bytes()
@@ -343,14 +342,31 @@ def check_result(place, out, script):
     }
     assert {key: result[key] for key in exact} == exact
     names = """commit tokenizer_sha256 settings hardware versions steps train_seconds total_seconds
-        peak_memory_mib params phases before after gain packed weights init_from"""
+        peak_memory_mib params phases"""
     assert set(names.split()) - set(result) == set()
     end = [f"{key}: {value}" for key, value in result.items() if not isinstance(value, dict)]
     assert place.log(out).split("\n---\n")[1].splitlines() == end
+    return result
+
+
+def check_result(place, out, script):
+    """The facts of a result of a post-training script that any run has."""
+    result = check_facts(place, out, script)
+    assert set("before after gain packed weights init_from".split()) - set(result) == set()
     last = place.steps(out)[-1]
     shown = {name: value for name, value in result["last"].items() if name in last}
     assert len(shown) > 4
     assert shown == pytest.approx({name: last[name] for name in shown}, rel=1e-3, abs=1e-9)
+
+
+def check_adapters(place, out, step):
+    """Adapters alone have moved up to a step, and the artifact has none; return its tensors."""
+    before, after = (place.checkpoint(out, at) for at in (0, step))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all(name.endswith((".lora_a", ".lora_b")) for name in moved)
+    _, tensors, _ = D.read_artifact(place.of(out) / "model.upar")
+    assert not any("lora" in name or "parametrizations" in name for name in tensors)
+    return tensors
 
 
 def phases_of(place, out):
@@ -374,6 +390,14 @@ def write_lines(path, rows):
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
+
+
+def read_json(path):
+    return json.loads(path.read_bytes())
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value))
 
 
 def pack(network, tokenizer, folder):
@@ -499,7 +523,7 @@ def run_guide(guide, folder, least, **changes):
         pipes = dict(capture_output=True, text=True, timeout=300)
         done = subprocess.run(bash, cwd=folder, env=environ, **pipes)
         assert done.returncode == 0, f"{command}: {done.stdout[-500:]} {done.stderr[-1500:]}"
-    results = [json.loads(path.read_text()) for path in folder.glob("runs/*/result.json")]
+    results = [read_json(path) for path in folder.glob("runs/*/result.json")]
     assert len(results) == sum("train_" in command for command in commands)
     assert all(phase["steps"] for result in results for phase in result["phases"].values())
 
@@ -545,8 +569,9 @@ def float32():
     """Real runs are in float32."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def one_thread():
+    """Workers share the cores, and sums have one order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -23,7 +23,6 @@ REPEATED = "blocks.0.repeated_embed"
 NORM = "blocks.0.norm"
 
 record = load_tool("record")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def randn(*shape, seed=0):

@@ -15,7 +15,6 @@ import train_gpt as script
 # The data of a test are the same in every run of it; a failure prints how to repeat it.
 few = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 counts = pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.full)])
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @st.composite

@@ -1,6 +1,5 @@
 """tools/bench.py, tools/arms.py and the timed runs of tools/common.py."""
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import ROOT, load_tool
+from conftest import ROOT, load_tool, read_json, write_json
 
 common, bench, arms = load_tool("common"), load_tool("bench"), load_tool("arms")
 TOKENIZER = {"vocab_size": 1024, "bos_id": 1}
@@ -25,7 +24,7 @@ def op_records(only):
 
 
 @pytest.mark.full
-def test_gdn_equals_the_rules_of_transformers(one_thread):
+def test_gdn_equals_the_rules_of_transformers():
     pytest.importorskip("transformers", reason="transformers is not installed")
     records = op_records("gdn")
     operations = [record["operation"] for record in records[::2]]
@@ -34,18 +33,18 @@ def test_gdn_equals_the_rules_of_transformers(one_thread):
     assert all(0 < record["difference"] < 1e-5 for record in records[1::2])
 
 
-def test_attention_equals_that_of_torch(one_thread):
+def test_attention_equals_that_of_torch():
     records = op_records("attention")
     assert len(records) == 8 and all(record["difference"] < 1e-5 for record in records[1::2])
 
 
-def test_muon_makes_the_step_of_torch(one_thread):
+def test_muon_makes_the_step_of_torch():
     """Torch's products are bfloat16. Matrices: GDN 4 + 1, attention 3 + 1, MLPs 4."""
     ours, theirs = op_records("muon")
     assert ours["shape"] == "tiny, 13 matrices" and 1e-4 < theirs["difference"] < 0.1
 
 
-def test_coders_write_the_bytes_of_the_entropy(one_thread):
+def test_coders_write_the_bytes_of_the_entropy():
     records = op_records("rans")
     torch.manual_seed(0)
     codes = T.quantize(torch.randn(1, 20000), 6, 8.0)[0].numpy()
@@ -207,7 +206,7 @@ def test_arms_have_equal_parameters_and_right_settings(tmp_path, capsys):
     arms.check_arms("configs/cpu.env", arms.read_arms([]), TOKENIZER)
     assert capsys.readouterr().out.startswith("arm cpu: 313,926 parameters")
     for settings, name in (({"MODEL_DIM": "160"}, "5%"), ({"NUM_LAYER": "4"}, "NUM_LAYER")):
-        (tmp_path / "arms.json").write_text(json.dumps({"a": {}, "b": settings}))
+        write_json(tmp_path / "arms.json", {"a": {}, "b": settings})
         found = arms.read_arms([str(tmp_path / "arms.json")])
         with pytest.raises(SystemExit, match=f"arm b: .*{name}"):
             arms.check_arms("configs/cpu.env", found, TOKENIZER)
@@ -256,7 +255,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 def test_arms_go_by_seed_and_are_judged(command, tmp_path):
     given = {"a": {}, "b": {"MLP": "gelu"}, "c": {"SCALAR_LR": 0.01}}
-    (tmp_path / "arms.json").write_text(json.dumps(given))
+    write_json(tmp_path / "arms.json", given)
     scores = {"a_s1": 2.0, "b_s1": 1.9, "c_s1": 2.1, "a_s2": 2.2, "b_s2": 2.1, "c_s2": "killed"}
     words = "arms --arms arms.json --seeds 2 --seconds"
     error, _, _, made = command(arms, f"{words} 2", scores.get)  # before any run
@@ -274,7 +273,7 @@ def test_arms_go_by_seed_and_are_judged(command, tmp_path):
     ):
         assert row in out
     assert code == 1 and err.endswith("failed: c, seed 2: killed\n")
-    saved = json.loads((tmp_path / "o.json").read_text())["arms"]["c"]
+    saved = read_json(tmp_path / "o.json")["arms"]["c"]
     assert saved["runs"]["2"] == {"failed": "killed"}
     assert saved["half_width"] is None  # JSON has no infinity
 
@@ -302,7 +301,7 @@ def test_rl_prints_speeds_and_their_ratio(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         bench.main()
     assert ended.value.code == 0
-    saved = json.loads((tmp_path / "o.json").read_text())
+    saved = read_json(tmp_path / "o.json")
     plain, compiled, theirs, *others = (row[0] for row in saved["tokens_per_second"].values())
     assert list(saved["ratios"].values()) == [plain / theirs, compiled / theirs]
     rollout, update = others

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from conftest import ROOT, environment, start
+from conftest import ROOT, environment, read_json, start
 
 
 class Chain:
@@ -34,7 +34,7 @@ class Chain:
         if script == "train_ppo.py":
             del given["TRAIN_SEQ_LEN"]
         self.call(script, **given)
-        result = json.loads((self.of(name) / "result.json").read_text())
+        result = read_json(self.of(name) / "result.json")
         assert all(phase["steps"] for phase in result["phases"].values()), (name, result["phases"])
         return result
 

@@ -20,7 +20,7 @@ from test_weights import network
 import sample as S
 import train_dpo as D
 import train_sft as F
-from conftest import BYTES, ODD, Child, environment, mutated, pack, refusal, server
+from conftest import BYTES, ODD, Child, environment, mutated, pack, refusal, server, write_json
 
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS
 
@@ -492,7 +492,7 @@ def talk(monkeypatch, capsys, tmp_path):
 def test_a_chat_with_tools_has_the_turns_of_a_row(talk, tmp_path):
     """The model calls a tool in text, and /tool is its result: ids are those that train_sft.py learns."""
     path = tmp_path / "tools.json"
-    path.write_text(json.dumps([TOOL]))
+    write_json(path, [TOOL])
     row = {"tools": [TOOL], "messages": [said("s", "system"), *TOOL_TALK]}
     ids, _ = F.turn_ids(BYTES, S.row_turns(row, set())[1])
     artifact = str(pack(network(0, train_seq_len=1024), BYTES, tmp_path / "long"))

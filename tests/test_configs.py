@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import ROOT, environment, load_script, start, write_lines
+from conftest import ROOT, environment, load_script, read_json, start, write_lines
 
 NAMES = sorted(path.stem for path in ROOT.glob("configs/*.env"))
 configs = pytest.mark.parametrize("name", NAMES)
@@ -289,7 +289,7 @@ def test_a_tiny_run(runs, name):
     path = ROOT / "configs" / f"{name}.env"
     script, sizes = tiny_settings(name)
     module, settings = load(script, path)
-    result = json.loads((place / name / "result.json").read_text())
+    result = read_json(place / name / "result.json")
     assert (result["script"], result["steps"]) == (f"{script}.py", 8)
     expected = {key.lower(): getattr(settings, key.lower()) for key in {*parts(path)[1]} - {*sizes}}
     expected.pop("data_path", None)

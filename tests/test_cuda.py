@@ -14,7 +14,6 @@ import train_gpt as T
 from conftest import ROOT, TINY, Place, add_noise, load_tool
 
 gpu_bytes = load_tool("experiments/gpu_bytes")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

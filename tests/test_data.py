@@ -14,7 +14,7 @@ import tiktoken_ext.openai_public
 import torch
 
 import train_gpt as data
-from conftest import ROOT, load_script, mutated, refusal
+from conftest import ROOT, load_script, mutated, refusal, write_json
 
 prepare = load_script(ROOT / "data" / "prepare.py")
 write_shard = prepare.write_shard
@@ -323,7 +323,7 @@ def part(tmp_path):
 
 
 def change_manifest(folder, manifest):
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_json(folder / "manifest.json", manifest)
 
 
 def test_check_dataset(part):

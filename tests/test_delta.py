@@ -16,7 +16,7 @@ from test_quantize import COLUMNS, distance, table_of
 
 import quantize as Q
 import train_gpt as T
-from conftest import TINY, Place, refusal
+from conftest import TINY, Place, read_json, refusal
 
 
 def draw(*shape, seed=0, size=0.01):
@@ -227,7 +227,7 @@ def place(tmp_path_factory, tiny_data):
     base, tuned = weights(run / "base"), weights(run / "tuned")
     (run / "delta").write_bytes(Q.pack_delta(base, tuned, header(base), {}))
     (run / "damaged").write_bytes((run / "delta").read_bytes()[:-40])
-    meta = json.loads((run / "base" / "meta.json").read_text())
+    meta = read_json(run / "base" / "meta.json")
     for name, param, value in (("nan", "mixers.1.w_o", math.nan), ("loud", "embed", 1e6)):
         tensors = weights(run / "base")
         tensors[param][2, 2] = value

@@ -13,7 +13,7 @@ import pytest
 import sentencepiece
 from test_data import HARD_TEXTS, data, fake_encoding, tokenized, train_model, write_shard
 
-from conftest import ROOT, environment, load_script, refusal, start
+from conftest import ROOT, environment, load_script, read_json, refusal, start
 
 SCRIPT = ROOT / "data" / "download.py"
 
@@ -208,7 +208,7 @@ def test_no_network_is_one_line(tmp_path, monkeypatch):
 def described(folder, tokenizer):
     """The manifest that --manifest wrote."""
     download.run(["--manifest", str(folder), "--tokenizer", str(tokenizer)])
-    return json.loads((folder / "manifest.json").read_text())
+    return read_json(folder / "manifest.json")
 
 
 def test_manifest_of_published_shards(tmp_path, capsys):

@@ -34,7 +34,7 @@ from conftest import (
 CPU = torch.device("cpu")
 ALONE = D.Runtime(0, 1, CPU, False)
 POLICIES = ("dpo", "ipo", "cdpo", "robust")
-pytestmark = pytest.mark.usefixtures("one_thread", "default_dtype")
+pytestmark = pytest.mark.usefixtures("default_dtype")
 
 
 # --------------------------------------------------------------------------------------- objectives: values by hand
@@ -312,9 +312,6 @@ def test_the_cache_is_read_for_the_same_weights_and_data_alone(tmp_path, monkeyp
         assert "made anew" in said and torch.equal(found, made) and path.read_bytes() == content
 
 
-# ---------------------------------------------------------------------------------------------- the head in an artifact
-
-
 # ----------------------------------------------------------------------------- whole runs, tiny
 @pytest.fixture(scope="session")
 def place(tmp_path_factory, letters):
@@ -410,7 +407,7 @@ def test_a_run_resumed_in_qat_is_the_same_to_the_byte_and_no_other_rows_go_on(pl
     files = place.tiny["TRAIN_FILES"]
     content = files.read_bytes()
     files.write_bytes(content.replace(b'"x"', b'"z"'))
-    line = place.refused("resumed", **{**place.unset, "RUN_ID": None, "RESUME": "run"})
+    line = place.refused("resumed", **place.resumed)
     assert re.match(r"error: DATA_SHA256='\w+': must stay '\w+' under RESUME$", line), line
     files.write_bytes(content)
     place.resume("resumed")

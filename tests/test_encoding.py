@@ -8,7 +8,7 @@ import sentencepiece
 
 import convert as C
 import train_sft as S
-from conftest import refusal
+from conftest import read_json, refusal, write_json
 
 LETTERS = {byte: letter for letter, byte in C.byte_of_letters().items()}
 HALF = "a\ud800b"
@@ -58,7 +58,7 @@ def write_tokenizer(
             **model,
         },
     }
-    (folder / "tokenizer.json").write_text(json.dumps(described))
+    write_json(folder / "tokenizer.json", described)
     (folder / "imported.tiktoken").write_bytes(C.hf_tokenizer(folder, 300).content)
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -153,7 +153,7 @@ def test_added_tokens_that_take_spaces_or_are_words(tmp_path):
     mark = ours.facts["added"]["<l>"]
     assert ours.encode_marked("the  <l> the") == [*ours.encode("the"), mark, *ours.encode(" the")]
     again = json.loads(C.tokenizer_files(ours)["tokenizer.json"])
-    described = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    described = read_json(tmp_path / "tokenizer.json")
     assert again["added_tokens"] == described["added_tokens"]
 
 
@@ -207,7 +207,7 @@ def llama2(tmp_path):
         )
     config = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=ZEPHYR)
     config |= dict(tokenizer_class="LlamaTokenizer", add_bos_token=True)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "tokenizer_config.json", config)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 2}')
     return tmp_path
 
@@ -232,9 +232,9 @@ def test_a_sentencepiece_model_has_its_template(transformers, llama2):
     assert S.begin_ids(ours) + ours.encode("the cat") == theirs.encode("the cat")
     assert 2 not in ours.encode("</s>")
     for legacy in (True, False):
-        config = json.loads((llama2 / "tokenizer_config.json").read_bytes())
+        config = read_json(llama2 / "tokenizer_config.json")
         config |= dict(tokenizer_class="LlamaTokenizer", legacy=legacy)
-        (llama2 / "tokenizer_config.json").write_text(json.dumps(config))
+        write_json(llama2 / "tokenizer_config.json", config)
         theirs = transformers.AutoTokenizer.from_pretrained(llama2)
         assert theirs.encode(text, add_special_tokens=False) != ids
         assert C.misreading_class(llama2, ours.facts) == "LlamaTokenizer"
@@ -257,9 +257,9 @@ def test_classes_that_read_another_tokenizer_are_known(transformers, tmp_path, n
     """For each split of texts that a class of transformers has, and SmolLM2's: where misreading_class names none, ids
     are those of tokenizer.json."""
     texts = ["the  12", "e\u0301!", "t\u0301", "the's  the", "the"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_json(tmp_path / "config.json", {"model_type": model_type})
     config = {"tokenizer_class": name, "bos_token": "<|endoftext|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "tokenizer_config.json", config)
     for split in (C.GPT2_SPLIT, C.DIGITS_SPLIT, C.QWEN2_SPLIT, C.QWEN3_5_SPLIT):
         theirs = write_tokenizer(tmp_path, nfc=split != C.GPT2_SPLIT, split=split)
         ours = S.load_tokenizer(tmp_path / "imported.tiktoken")
@@ -276,7 +276,7 @@ def test_classes_that_read_another_tokenizer_are_known(transformers, tmp_path, n
 def test_bos_is_where_transformers_has_it(transformers, tmp_path, processor):
     """tokenizer.json's post_processor says it, not the flags of tokenizer_config.json."""
     config = {"bos_token": "<|endoftext|>", "add_bos_token": not processor, "add_eos_token": True}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "tokenizer_config.json", config)
     write_tokenizer(tmp_path, bos=processor)
     ours = S.load_tokenizer(tmp_path / "imported.tiktoken")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -288,7 +288,7 @@ def test_a_variable_of_the_template(tmp_path):
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     template = "{% for m in messages %}{{ m.content }}{% if enable_thinking is false %}!{% endif %}{% endfor %}"
     config = {"chat_template": template, "bos_token": "<|endoftext|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "tokenizer_config.json", config)
     write_tokenizer(tmp_path)
     plain = S.load_tokenizer(tmp_path / "imported.tiktoken")
     ours = C.with_values(plain, ["enable_thinking=false", 'date="1 May"'])

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 import random
 import statistics
@@ -16,9 +15,8 @@ import pytest
 import torch
 from policies import CPU, TRAINERS, G, S, policy
 
-from conftest import BYTES, ROOT, blocks, environment, load_tool, refusal, start
+from conftest import BYTES, ROOT, blocks, environment, load_tool, read_json, refusal, start
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BY_TURN = {G: dict(credit="turn"), S: dict(credit="turn", importance="token")}
 both = pytest.mark.parametrize("M", [G, S], ids=["grpo", "gspo"])
 
@@ -488,6 +486,6 @@ def test_the_guides_commands(tmp_path):
     log = (tmp_path / "runs" / "games_gspo" / "log.txt").read_text()
     for name in ("turns:", "cut:0", "dropped:0"):
         assert name in log.partition("step:3/")[2].partition("\n")[0]
-    result = json.loads((tmp_path / "runs" / "games" / "result.json").read_bytes())
+    result = read_json(tmp_path / "runs" / "games" / "result.json")
     assert result["settings"]["environment"] == "docs/examples/tictactoe.py:Random"
     assert result["after"]["n"] == 200

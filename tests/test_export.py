@@ -8,8 +8,6 @@ import torch
 import train_gpt as T
 from conftest import TINY, Place, stop_at
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def text(seed):
     """Return token ids (4, 64) of a text in which a token says much about the next."""

@@ -27,11 +27,6 @@ def test_what_holds():
         assert gains.holds(gain(*numbers)) is expected
 
 
-def test_a_controls_gain_is_a_difference_of_two_scores():
-    values = gains.difference([0.3, 0.27, 0.33], [0.5, 0.46, 0.54])
-    assert values == pytest.approx([0.2, 0.15, 0.25])
-
-
 def test_plan_rows_and_table():
     given = {"prompts_per_step": "32"}
     rows = gains.make_plan(["sort"], ["GRPO", "GSPO"], 3, given, True, Path("/o"))

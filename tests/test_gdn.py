@@ -9,7 +9,6 @@ import sample as S
 import train_gpt as gdn
 
 NAMES = ("o", "last state", "q", "k", "v", "g", "beta", "state")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_inputs(kind="random", dtype=torch.float64, b=2, t=100, h=2, dim_k=16, dim_v=24, seed=0):

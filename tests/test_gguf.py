@@ -19,7 +19,6 @@ from conftest import exit_code, pack, small_network
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
 pytest.importorskip("safetensors")
-pytestmark = pytest.mark.usefixtures("one_thread")
 LLAMA = dict(layers="a a", norms="rms_weight rms_weight", mlp="swiglu", qk_gain_init=0.0)
 LLAMA |= dict(residual_mix=False, logit_softcap=0.0, norm_eps=1e-5)
 # A model of test_models.py, its tokenizer, and what a file says of them.

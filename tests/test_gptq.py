@@ -10,8 +10,6 @@ from test_family import CHOICES, network, tokens
 
 import quantize as script
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def correlated(samples, width):
     """Return sum x x^T over inputs x (samples, width) that share a few directions, of sizes over a decade."""

@@ -1,6 +1,5 @@
 """tools/gpu.py: what starts the parts, with stand-ins; the parts themselves, as toys on the CPU."""
 
-import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import ROOT, environment, load_tool
+from conftest import ROOT, environment, load_tool, read_json
 
 bench, gpu = load_tool("bench"), load_tool("gpu")
 
@@ -64,7 +63,7 @@ def test_parts_that_do_not_fit_are_left_out_and_named(tmp_path, monkeypatch, cap
         bench.main()
     out, err = capsys.readouterr()
     assert (ended.value.code, err) == (0, "") and limits == {"a": 15.0, "b": 15.0}
-    saved = json.loads((tmp_path / "o.json").read_text())
+    saved = read_json(tmp_path / "o.json")
     assert saved["left_out"] == ["c"] and list(saved["parts"]) == ["a", "b"]
     assert "a: 12 s\nb: 20 s\n" in out and "| a | a, w | ms 2.5, count 1,000 |" in out
     assert "32 s of 40; left out: c. A rehearsal at toy size." in out
@@ -72,7 +71,7 @@ def test_parts_that_do_not_fit_are_left_out_and_named(tmp_path, monkeypatch, cap
 
 # ---------------------------------------------------------------------------------------- the parts
 @pytest.fixture
-def suite(tmp_path, monkeypatch, one_thread):
+def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "matmul_peak", lambda device, dtype=None: 2e11)
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
     return gpu.Suite(T, runtime, "cpu", tmp_path, "")
@@ -112,7 +111,7 @@ def test_a_whole_rehearsal(tmp_path):
     command += ["--out", tmp_path / "o.json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(DEVICE=None))
     assert (done.returncode, done.stderr) == (0, "")
-    saved = json.loads((tmp_path / "o.json").read_text())
+    saved = read_json(tmp_path / "o.json")
     assert list(saved["parts"]) == ["machine", "logits", "train", "rans"] and not saved["left_out"]
     (run,) = saved["parts"]["train"]["records"]
     assert 2 < run["val_bpb"] < 6 and run["steps"] * 256 == run["tokens"]

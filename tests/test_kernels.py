@@ -17,8 +17,6 @@ import torch.nn.functional as F
 import train_gpt as T
 from conftest import ROOT, refusal
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def plain_forms():

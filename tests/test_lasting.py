@@ -32,9 +32,11 @@ from conftest import (
     blocks,
     mutated,
     rank_environments,
+    read_json,
     refusal,
     steps_kept,
     stop_at,
+    write_json,
 )
 
 SHORT = dict(TINY, MODEL_DIM=48, TRAIN_BATCH_TOKENS=256, ITERATIONS=16, SAVE_EVERY=4)
@@ -122,7 +124,7 @@ def test_a_checkpoint_has_its_files_and_their_hashes(pair):
         assert len(list(folder.iterdir())) == 4
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert done.stdout == "meta.json: OK\nmodel.pt: OK\ntraining.pt: OK\n"
-        assert json.loads((folder / "meta.json").read_bytes()) == {"step": step}
+        assert read_json(folder / "meta.json") == {"step": step}
         assert torch.equal(T.torch.load(folder / "model.pt")["w"], torch.arange(5.0) + step)
     assert newest(pair[0].parent) == (pair[1], [])
 
@@ -245,7 +247,7 @@ def test_a_checkpoint_that_is_none_is_one_line(tmp_path):
 def test_what_a_run_leaves(place, straight):
     """Two checkpoints of 16 steps; weights_only loads all of it."""
     folder = place.of(straight) / "step_000016"
-    meta = json.loads((folder / "meta.json").read_bytes())
+    meta = read_json(folder / "meta.json")
     assert (meta["step"], meta["settings"]) == (16, place.result(straight)["settings"])
     training = torch.load(folder / "training.pt", weights_only=True)
     assert training["run"]["step"] == 16 and training["ema"]["count"] == 3
@@ -484,9 +486,9 @@ def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straigh
 def test_settings_of_older_runs_may_have_become_constants(tmp_path):
     path = tmp_path / "meta.json"
     settings = dict.fromkeys(T.Settings.__dataclass_fields__, 0)
-    path.write_text(json.dumps({"settings": {**settings, "holdout_tokens": 131072}}))
+    write_json(path, {"settings": {**settings, "holdout_tokens": 131072}})
     assert "holdout_tokens" in T.read_record("RESUME", path)["settings"]
-    path.write_text(json.dumps({"settings": {**settings, "holdout_tokens": 5}}))
+    write_json(path, {"settings": {**settings, "holdout_tokens": 5}})
     refusal(T.UserError, "RESUME: .* HOLDOUT_TOKENS", T.read_record, "RESUME", path)
 
 
@@ -502,7 +504,7 @@ def test_the_clock_goes_on_from_where_it_stood(place):
     assert seconds[15] == pytest.approx(2 + sum(steps)) and seconds[11] < 1 < seconds[12]
     result = place.result("clock")
     assert 2.9 < result["train_seconds"] < 3.1 and 18 <= len(seconds) <= 24
-    progress = json.loads((place.of("clock") / "progress.json").read_text())["progress"]
+    progress = read_json(place.of("clock") / "progress.json")["progress"]
     assert progress == sorted(progress) and len(progress) == result["steps"] == len(seconds)
     assert progress[11] < 1 / 2 < 2 / 3 < progress[14]
     assert progress[-1] == pytest.approx(1, abs=0.05)
@@ -539,7 +541,7 @@ def test_a_replay_has_a_name_of_its_own_and_an_unchanged_source(tmp_path):
     own = {"run_id": "", "resume": "", "out_dir": "runs"}
     for changed in ({}, {"matrix_lr": 0.1}):
         stored["events"] = [{"event": "resume", "changed": changed}]
-        (tmp_path / "progress.json").write_text(json.dumps(stored))
+        write_json(tmp_path / "progress.json", stored)
         if not changed:
             assert T.stored_settings(given) == {**settings, **own}
     refusal(T.UserError, "^REPLAY=.*'matrix_lr': 0.1", T.stored_settings, given)
@@ -816,12 +818,12 @@ def test_changed_settings_are_one_line_or_taken(place, stopped, tmp_path):
     for seed in range(24):
         folder = Path(shutil.copytree(place.of(stopped), tmp_path / str(seed)))
         name, path = "RESUME", folder / "step_000006" / "meta.json"
-        record = json.loads(path.read_text())
+        record = read_json(path)
         if seed % 2:
             name, path = "REPLAY", folder / "progress.json"
             record |= {"progress": [0.2, 0.5, 1.0], "events": [{"event": "x"}]}
         record = mutated(record, random.Random(seed))
-        path.write_text(json.dumps(record))
+        write_json(path, record)
         repair(folder / "step_000006")
         try:
             settings = T.load_settings(T.Settings, {name: str(folder)}, stored=T.stored_settings)

@@ -24,7 +24,7 @@ SMALL = dict(model_dim=32, num_heads=2, attn_window=8, mlp_mult=2.0, train_seq_l
 IDS = torch.randint(2, 20, (2, 17), generator=torch.Generator().manual_seed(0))
 # Row -> its tests, as file.test without "test_".
 SHOWN = {
-    "Parameter Golf's settings": "settings.values_and_the_settings_of_others_are_accepted",
+    "Parameter Golf's commands as pasted": "settings.values_and_the_settings_of_others_are_accepted",
     "schedules that fire": "schedule.every_phase_fires_and_the_rate_reaches_its_floor",
     "impossible phases": "schedule.impossible_plans_are_errors",
     "averages": "schedule.ema_and_swa_closed_forms",
@@ -127,17 +127,6 @@ def swap_two(ids):
 
 
 # ---------------------------------------------------------------------------- pretraining: networks
-def test_commands_of_parameter_golf_run_as_pasted():
-    command = (
-        "NCCL_IB_DISABLE=1 ARCH_MODE=D RUN_ID=a SEED=42 ITERATIONS=2200 WARMDOWN_ITERS=400 MLP_MULT=2 "
-        "VOCAB_SIZE=1024 TIED_EMBED_LR=0.05 MUON_BACKEND_STEPS=5 LOGIT_SOFTCAP=30.0 TTT=0"
-    )
-    found = pretraining_settings(command)
-    assert (found.arch_mode, found.iterations, found.warmdown_iters) == ("D", 2200, 400)
-    assert (found.mlp_mult, found.tied_embed_lr, found.run_id) == (2.0, 0.05, "a")
-    refusal(T.UserError, "LOGIT_SOFTCAP", T.load_settings, T.Settings, {"LOGIT_SOFTCAP": "15"})
-
-
 @torch.no_grad()
 def test_layers_are_gated_deltanet_windows_full_attention_and_shared_ones():
     assert moved(network(layer_pattern="s"), change_first) == 0  # behind the window of 8

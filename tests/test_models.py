@@ -21,15 +21,8 @@ import sample
 import train_gpt as T
 import train_grpo
 import train_sft as S
-from conftest import (
-    ROOT,
-    add_noise,
-    exit_code,
-    mutated,
-    refusal,
-)
+from conftest import ROOT, add_noise, exit_code, mutated, read_json, refusal, write_json
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 264  # of the tokenizer "bytes"
 BYTES = dict(TOKENIZER_PATH="bytes")
 LLAMA3 = dict(
@@ -150,7 +143,7 @@ def texts(rows=3, length=70):
 
 def edit(path, **changes):
     """Change a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    write_json(path, read_json(path) | changes)
 
 
 def tensors_of(folder):
@@ -281,19 +274,19 @@ def test_a_folder_of_several_files_with_images(imported, tmp_path):
     placed = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(sorted(state))}
     for file in set(placed.values()):
         save_file({key: w for key, w in state.items() if placed[key] == file}, other / file)
-    (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
-    config = json.loads((folder / "config.json").read_bytes())
+    write_json(other / "model.safetensors.index.json", {"weight_map": placed})
+    config = read_json(folder / "config.json")
     config = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "text_config": config | {"tie_word_embeddings": False},
         "tie_word_embeddings": True,  # which transformers goes by
         "vision_config": {"depth": 2},
     }
-    (other / "config.json").write_text(json.dumps(config))
+    write_json(other / "config.json", config)
     convert("import", other, tmp_path / "run", **BYTES)
     convert("export", tmp_path / "run", tmp_path / "back", "--like", other)
     assert_same_tensors(other, tmp_path / "back")
-    assert json.loads((tmp_path / "back" / "config.json").read_bytes()) == config
+    assert read_json(tmp_path / "back" / "config.json") == config
 
 
 @pytest.mark.parametrize("spare", [38, 0])
@@ -321,9 +314,9 @@ def test_role_tokens_in_an_export_like_the_original(transformers, refuses, tmp_p
     convert("export", tuned, tmp_path / "back", "--like", folder)
     (tuned / found.file).write_bytes(found.content + b" ")
     refuses("must be the tokenizer of", "export", tuned)  # which is known by its hash
-    config = json.loads((tmp_path / "back" / "config.json").read_bytes())
+    config = read_json(tmp_path / "back" / "config.json")
     rows = max(size + 4, size + spare)
-    assert config == json.loads((folder / "config.json").read_bytes()) | {"vocab_size": rows}
+    assert config == read_json(folder / "config.json") | {"vocab_size": rows}
     before, after = (tensors_of(path) for path in (folder, tmp_path / "back"))
     for key, w in before.items():
         assert torch.equal(after[key][size + 4 :], w[size + 4 :]), key
@@ -481,7 +474,7 @@ def test_weights_and_files_that_are_refused(copied, refuses):
         ({"weight_map": []}, "weight_map: None"),
         ({"weight_map": {"a": "y.safetensors"}}, "y.safetensors: no such file"),
     ):
-        index.write_text(json.dumps(content))
+        write_json(index, content)
         refuses(fault, "import", folder)
 
 
@@ -517,7 +510,7 @@ def test_adapters_go_out_merged_or_alone(transformers, imported, tmp_path, name)
     expected = network(ids)
     for kind, options in (("raw", ()), ("ema", ("--weights", "ema")), ("peft", ("--adapters",))):
         convert("export", run, tmp_path / kind, *options)
-    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_bytes())
+    config = read_json(tmp_path / "peft" / "adapter_config.json")
     adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     merged = tensors_of(tmp_path / "raw")
     for key, base in tensors_of(folder).items():
@@ -609,7 +602,7 @@ def train_tokenizer(kind, size=600):
 def read(folder, described=None):
     """Return the tokenizer that import makes of a folder's tokenizer.json, as the scripts load it."""
     if described is not None:
-        (folder / "tokenizer.json").write_text(json.dumps(described))
+        write_json(folder / "tokenizer.json", described)
     path = folder / "imported.tiktoken"
     path.write_bytes(C.hf_tokenizer(folder, 640).content)
     return S.load_tokenizer(path)
@@ -624,7 +617,7 @@ def test_a_tokenizer_json_encodes_as_it_does(tmp_path, kind):
     bos = "<|im_start|>" if kind == "llama3" else "<|endoftext|>"
     if kind == "llama3":
         config = {"bos_token": {"content": bos}}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        write_json(tmp_path / "tokenizer_config.json", config)
     found = read(tmp_path, json.loads(tokenizer.to_str()))
     assert found.bos_id == tokenizer.token_to_id(bos)
     assert found.vocab_size == tokenizer.get_vocab_size() == 605
@@ -709,7 +702,7 @@ def test_what_a_tokenizer_json_must_be(tmp_path):
     fault = "unk_token='<unk>': must be none, because the vocabulary lacks 1 bytes"
     refusal(C.UserError, fault, read, tmp_path, described)
     for config, fault in ODD_CONFIGS:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        write_json(tmp_path / "tokenizer_config.json", config)
         refusal(C.UserError, fault, read, tmp_path, json.loads(content))
 
 
@@ -875,9 +868,9 @@ def test_damaged_folders(transformers, tmp_path, capsys, first, count):
     make(transformers, "llama3", vocab_size=640, num_hidden_layers=1).save_pretrained(folder)
     train_tokenizer("qwen2", 300).save(str(folder / "tokenizer.json"))
     config = dict(eos_token="<|im_end|>", chat_template=CHATML)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json(folder / "tokenizer_config.json", config)
     placed = {tensor.key: "a.safetensors" for tensor in C.hf_headers(folder)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    write_json(folder / "model.safetensors.index.json", {"weight_map": placed})
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     files = sorted(folder.iterdir())
     refused = 0

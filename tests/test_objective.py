@@ -48,7 +48,7 @@ from conftest import BYTES, refusal
 ALONE = G.Runtime(0, 1, CPU, False)
 each_script = pytest.mark.parametrize("M", [G, S], ids=["grpo", "gspo"])
 each_trainer = pytest.mark.parametrize("M", TRAINERS, ids=["grpo", "gspo", "ppo"])
-pytestmark = pytest.mark.usefixtures("one_thread", "default_dtype")
+pytestmark = pytest.mark.usefixtures("default_dtype")
 
 
 # ------------------------------------------------------------------------------------------- objectives: a second form

@@ -2,7 +2,6 @@
 nothing.
 """
 
-import json
 import os
 import re
 from unittest import mock
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import ROOT, environment, load_tool
+from conftest import ROOT, environment, load_tool, read_json
 
 CONFIGS = sorted(
     path
@@ -97,7 +96,7 @@ def test_bytes_are_those_of_an_artifact(plan):
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "lion", "adamw8bit"])
-def test_memory_is_that_of_optimizers(plan, optimizer, one_thread):
+def test_memory_is_that_of_optimizers(plan, optimizer):
     """State of a step of the real optimizer; weights, gradients, two averages and masters are 4
     bytes a parameter.
     """
@@ -156,7 +155,7 @@ def test_the_data_that_are_there_are_taken(plan, tiny_data):
     """Their vocabulary and epochs."""
     given = {**SMALL, "DATA_PATH": tiny_data, "ITERATIONS": 100}
     found = plan(**{**given, "VOCAB_SIZE": 0})
-    manifest = json.loads((tiny_data / "manifest.json").read_text())
+    manifest = read_json(tiny_data / "manifest.json")
     assert found["data"] == f"{tiny_data}, vocabulary 400"
     line = next(text for key, text in found.items() if key.startswith("at "))
     epochs = 100 * 1024 / (0.95 * manifest["train"]["tokens"])  # a twentieth is held out

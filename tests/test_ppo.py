@@ -34,7 +34,7 @@ from policies import (
 
 from conftest import refusal
 
-pytestmark = pytest.mark.usefixtures("one_thread", "default_dtype")
+pytestmark = pytest.mark.usefixtures("default_dtype")
 
 
 # -------------------------------------------------------------------------------------------- advantages and rewards

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from test_data import HARD_TEXTS, NO_SPACE, fake_encoding, tokenized, train_model
 
-from conftest import ROOT, load_script, refusal
+from conftest import ROOT, load_script, read_json, refusal, write_json
 
 SCRIPT = ROOT / "data" / "prepare.py"
 prepare = load_script(SCRIPT)
@@ -39,7 +39,7 @@ def write_jsonl(path, texts):
 
 def documents(folder, split):
     """The documents of a split read back: shards joined, cut at BOS, decoded."""
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_json(folder / "manifest.json")
     tokenizer = prepare.load_tokenizer(folder / manifest["tokenizer"]["file"])
     shards = [prepare.read_shard(folder / shard["file"]) for shard in manifest[split]["shards"]]
     tokens = np.concatenate(shards).astype(np.int64)
@@ -59,7 +59,7 @@ def shard_bytes(folder):
 def run(*arguments):
     """prepare.py in this process with one worker; the manifest it wrote."""
     prepare.run([*map(str, arguments), "--workers", "1"])
-    return json.loads((Path(arguments[arguments.index("--out") + 1]) / "manifest.json").read_text())
+    return read_json(Path(arguments[arguments.index("--out") + 1]) / "manifest.json")
 
 
 def refuses(message, *arguments):
@@ -278,7 +278,7 @@ def test_finished_and_foreign_folders(tmp_path, capsys):
     for again in (request, ("--token-bytes", out)):
         manifest = json.loads(expected["manifest.json"])
         del manifest["tokenizer"]["token_bytes_sha256"]
-        (out / "manifest.json").write_text(json.dumps(manifest))
+        write_json(out / "manifest.json", manifest)
         (out / "token_bytes.bin").unlink()
         prepare.run([*map(str, again), "--workers", "1"])
         assert shard_bytes(out) == expected

@@ -6,8 +6,6 @@ import torch
 
 import train_gpt as script
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def rule(bits, clip_sigmas=8.0):
     """Return an entry of a QuantTable."""

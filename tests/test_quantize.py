@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import random
-import resource
 import shlex
 import shutil
 import subprocess
@@ -17,12 +16,24 @@ import numpy as np
 import pytest
 import test_model
 import torch
+from faults import limit
 from test_artifact import header_of, signed
 
 import quantize as Q
 import sample as S
 import train_gpt as T
-from conftest import ROOT, TINY, add_noise, blocks, environment, mutated, refusal, start
+from conftest import (
+    ROOT,
+    TINY,
+    add_noise,
+    blocks,
+    environment,
+    mutated,
+    read_json,
+    refusal,
+    start,
+    write_json,
+)
 
 SETTINGS = dataclasses.replace(
     test_model.SETTINGS, layer_pattern="g s", qk_gain_init=4.0, matrix_bits=5, device="cpu"
@@ -107,7 +118,7 @@ def test_pack_is_the_exporter_on_a_run_of_train_gpt(call, trained, tmp_path):
     """Byte for byte, of the weights that are asked for, or else of those that result.json names."""
     run = shutil.copytree(trained, tmp_path / "run")
     last = run / "step_000012"
-    result = json.loads((run / "result.json").read_text())
+    result = read_json(run / "result.json")
     header, *_ = T.read_artifact(run / "model.upar")
     names = ("settings", "tokenizer_sha256")
     header = {name: header[name] for name in names}
@@ -127,7 +138,7 @@ def test_pack_is_the_exporter_on_a_run_of_train_gpt(call, trained, tmp_path):
     assert files[result["weights"]] == (run / "model.upar").read_bytes()
     assert len(set(files.values())) == 3
     for chosen in (*WEIGHTS, ""):
-        (run / "result.json").write_text(json.dumps({**result, "weights": chosen}))
+        write_json(run / "result.json", {**result, "weights": chosen})
         for i, model in enumerate((run, last)):
             assert call("pack", model, tmp_path / f"{i}{chosen}.upar")[0] == 0
             assert (tmp_path / f"{i}{chosen}.upar").read_bytes() == files[chosen or "raw"]
@@ -172,7 +183,7 @@ def test_pack_takes_given_bits_and_otherwise_the_checkpoints_steps(call, tmp_pat
 
 def test_the_folder_final_has_the_weights_that_were_packed_alone(call, place, tmp_path):
     run = save(tmp_path / "run", network())
-    meta = json.loads((run / "step_000020" / "meta.json").read_text())
+    meta = read_json(run / "step_000020" / "meta.json")
     T.write_checkpoint(run / "final", {"model": network(3).state_dict()}, meta)
     (run / "result.json").write_text('{"weights": "ema"}')
     assert call("pack", run / "final", tmp_path / "a.upar")[0] == 0
@@ -390,12 +401,11 @@ def test_a_grown_tokenizer_is_packed(call, tmp_path):
 
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(call, place, tmp_path):
     """A disk that is full after 20 kB: no folder is left that would be taken for a model."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    limit(20_000)
     try:
         code, _, error = call("unpack", place / "run" / "model.upar", tmp_path / "new")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        limit(-1)
     assert code == 1 and not (tmp_path / "new").exists() and f"{tmp_path / 'new'}: " in error
 
 
@@ -441,7 +451,7 @@ def named(trained, tiny_data, tmp_path, monkeypatch):
     torch.manual_seed(0)
     for w in (*tensors.values(), *training["ema"]["values"], *training["swa"]["values"]):
         w.add_(0.02 * torch.randn_like(w))
-    meta = json.loads((last / "meta.json").read_bytes())
+    meta = read_json(last / "meta.json")
     shutil.rmtree(last)
     T.save_checkpoint(tuned, 12, {"model": tensors, "training": training}, meta)
     monkeypatch.chdir(tmp_path)
@@ -482,8 +492,7 @@ def test_the_guides_other_commands_run(named):
     for command in [command for command in GUIDE if "quantize.py" not in command]:
         subprocess.run(["bash", "-euc", command], cwd=named, env=environ, check=True, timeout=300)
     small, coarse, nearest = (
-        json.loads((named / "runs" / name / "result.json").read_bytes())
-        for name in ("small", "coarse", "nearest")
+        read_json(named / "runs" / name / "result.json") for name in ("small", "coarse", "nearest")
     )
     assert small["total_bytes"] <= 400000
     assert coarse["artifact_bytes"] < nearest["artifact_bytes"]

@@ -14,7 +14,7 @@ import pytest
 from test_prepare import documents
 
 import train_gpt as T
-from conftest import ROOT, environment, load_tool, start
+from conftest import ROOT, environment, load_tool, read_json, start, write_json
 
 common, R = load_tool("common"), load_tool("record")
 
@@ -68,11 +68,11 @@ def test_a_script_is_read():
 def test_the_limit_of_tokens_has_a_date(copy):
     """An older record keeps its size; a track may have no limit."""
     path = copy.parent / "track.json"
-    rules = json.loads(path.read_text()) | {"script_tokens": 9}
+    rules = read_json(path) | {"script_tokens": 9}
     script = copy / "train_gpt.py"
     script.write_bytes(script.read_bytes() + b"\n")
     for since, count in (("2027-01-01", 0), ("2020-01-01", 1)):
-        path.write_text(json.dumps({**rules, "script_tokens_since": since}))
+        write_json(path, {**rules, "script_tokens_since": since})
         found = R.check_folder(copy, copy.parent)
         assert sum("tools/tokens" in line for line in found) == count
 
@@ -120,12 +120,12 @@ def rebuild(folder):
     track = R.read_track(folder.parent)
     logs = R.read_seed_logs(folder, R.Faults())
     baselines = R.read_logs(folder, "baseline_*.txt")
-    claims = json.loads((folder / "result.json").read_text())["claims"]
+    claims = read_json(folder / "result.json")["claims"]
     names = [claim["against"] for claim in claims]
     beaten = R.check_beaten(track, names, logs[0], baselines, R.Faults())
     config = (folder / "config.env").read_bytes()
     result = R.summarize(track, folder.name, logs, config, beaten)
-    (folder / "result.json").write_text(json.dumps(result))
+    write_json(folder / "result.json", result)
     page = folder / "README.md"
     page.write_text(common.replace_marked(page.read_text(), "result", R.result_text(result)))
 
@@ -188,7 +188,7 @@ def place(tmp_path_factory, tiny_data):
     data = R.pinned_data(text, manifest)
     data |= {"path": str(tiny_data), "val_text_sha256": hashlib.sha256(val_text).hexdigest()}
     rules = {**R.GOLF, "seconds": 180, "bytes": 1_000_000, "hardware": "1 x .* CPU, 1 threads"}
-    (track / "track.json").write_text(json.dumps({**rules, "title": "Tiny", "data": data}))
+    write_json(track / "track.json", {**rules, "title": "Tiny", "data": data})
     page = place / "records" / "README.md"
     page.write_text("before\n<!-- records -->\n<!-- /records -->\nafter\n")
     done = call(place, "new", *runs_of(place)[::-1], "--track", "track_tiny", "--name", "First")
@@ -239,11 +239,11 @@ def test_a_new_record_is_what_the_runs_left(place, first):
     assert sorted(path.name for path in first.iterdir()) == sorted(names)
     assert (first / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
     assert (first / "config.env").read_text() == CONFIG
-    result = json.loads((first / "result.json").read_text())
+    result = read_json(first / "result.json")
     text = (first / "README.md").read_text()
     scores = []
     for run, seed, found in zip(runs_of(place), SEEDS, result["seeds"], strict=True):
-        own = json.loads((run / "result.json").read_text())
+        own = read_json(run / "result.json")
         assert found["seed"] == seed and {key: own[key] for key in found} == found
         assert (first / f"seed_{seed}.upar").read_bytes() == (run / "model.upar").read_bytes()
         assert (first / f"seed_{seed}.txt").read_bytes() == (run / "log.txt").read_bytes()
@@ -258,7 +258,7 @@ def test_the_commands_on_a_good_record(place, first):
     """`table` writes the table, `check` finds no fault."""
     assert "run `table`" in R.update_table(place / "records", write=False)[0]
     assert call(place, "table").returncode == 0
-    result = json.loads((first / "result.json").read_text())
+    result = read_json(first / "result.json")
     row = f"| {result['mean']:.4f} ± {result['interval95']:.4f} |  | 3 | [{first.name}]("
     assert row in (place / "records" / "README.md").read_text()
     done = call(place, "check")
@@ -303,8 +303,8 @@ def repeat_seed(folder):
 
 
 def restate_mean(folder):
-    result = json.loads((folder / "result.json").read_text())
-    (folder / "result.json").write_text(json.dumps(result | {"mean": result["mean"] - 0.01}))
+    result = read_json(folder / "result.json")
+    write_json(folder / "result.json", result | {"mean": result["mean"] - 0.01})
 
 
 def cut_log(folder):
@@ -390,7 +390,7 @@ def test_a_claim_is_tested(claimed):
         change(path, (f"{version}}}", f"{version}, 'numpy': '2.4.6', 'cuda': None}}"))
     rebuild(claimed)
     assert R.check_folder(claimed, claimed.parent) == []
-    result = json.loads((claimed / "result.json").read_text())
+    result = read_json(claimed / "result.json")
     claim = result["claims"][0]
     losses = [seed["val_loss"] for seed in result["seeds"]]
     margin = 0.1 * statistics.fmean(losses)
@@ -436,7 +436,7 @@ def test_data_of_another_tokenizer_is_the_same_text(copy):
     path = copy / "manifest.json"
     for key, count in (("tokens", 0), ("source_bytes", 1), ("documents", 1)):
         val = {**track.manifest["val"], key: 77}
-        path.write_text(json.dumps({**track.manifest, "val": val}))
+        write_json(path, {**track.manifest, "val": val})
         log.facts["manifest_sha256"] = R.digest(path.read_bytes())
         faults = R.Faults()
         assert R.find_manifest(copy, log, track, faults)["val"] == val
@@ -494,8 +494,8 @@ def test_a_submission_is_what_the_runs_left(place):
     script = (ROOT / "train_gpt.py").read_bytes()
     assert (folder / "train_gpt.py").read_bytes() == script
     assert (folder / "train_seed2.log").read_bytes() == (runs[1] / "log.txt").read_bytes()
-    results = [json.loads((run / "result.json").read_text()) for run in runs]
-    found = json.loads((folder / "submission.json").read_text())
+    results = [read_json(run / "result.json") for run in runs]
+    found = read_json(folder / "submission.json")
     expected = dict(author="A", name="Toy", blurb="A toy.", date=folder.name[:10], seeds=[*SEEDS])
     for key in ("val_loss", "val_bpb"):
         expected[key] = statistics.fmean(result[key] for result in results)

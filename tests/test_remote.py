@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import io
-import json
 import random
 import re
 import sys
@@ -16,9 +15,9 @@ from test_quantize import BYTES, network, save
 import convert as C
 import sample
 import train_gpt as T
-from conftest import ROOT, refusal
+from conftest import ROOT, read_json, refusal, write_json
 
-pytestmark = pytest.mark.usefixtures("one_thread", "remote_code")
+pytestmark = pytest.mark.usefixtures("remote_code")
 SIZES = dict(num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2)
 LAYOUTS = {mode: T.ARCH_PRESETS[mode] | SIZES for mode in ("D", "gdn", "baseline")}
 LAYOUTS |= {
@@ -133,7 +132,7 @@ def test_files_of_an_export(exported, transformers, monkeypatch, tmp_path):
     assert (folder / "modeling_underpar.py").read_bytes() == code
     packages = set(re.findall(rb"^ *(?:from|import) (\w+)", code, re.M))
     assert packages - {*map(str.encode, sys.stdlib_module_names)} == {b"torch", b"transformers"}
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_json(folder / "config.json")
     assert config["shape"] == dataclasses.asdict(net.config)
     assert config["architectures"] == ["AutoModelForCausalLM"]  # for `transformers serve`
     assert model.generation_config.pad_token_id == BYTES.bos_id
@@ -194,7 +193,7 @@ def make_tokenizer(kind, run, folder):
     if kind == "imported":
         train_tokenizer("llama3").save(str(folder / "tokenizer.json"))
         config = dict(bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=TEMPLATE)
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        write_json(folder / "tokenizer_config.json", config)
         path = run / "imported.tiktoken"
         path.write_bytes(C.hf_tokenizer(folder, 1000).content)
         return sample.load_tokenizer(path)

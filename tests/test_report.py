@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import quantize as Q
-from conftest import POST, TINY, Place, load_tool, own_settings
+from conftest import POST, TINY, Place, load_tool, own_settings, read_json, write_json
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib")
 report = load_tool("report")
@@ -178,8 +178,8 @@ def test_bytes_and_errors_are_those_of_the_artifact(runs, tmp_path):
 def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
     name = "a<b>&\"c'$x$"
     copy = shutil.copytree(runs["gpt"], tmp_path / name)
-    result = json.loads((copy / "result.json").read_text())
-    (copy / "result.json").write_text(json.dumps({**result, "manifest_sha256": "0" * 64}))
+    result = read_json(copy / "result.json")
+    write_json(copy / "result.json", {**result, "manifest_sha256": "0" * 64})
     out = tmp_path / "p.html"
     assert call_main(monkeypatch, copy, runs["grpo"], runs["gpt"], "--out", out) == ""
     page = out.read_text(encoding="utf-8")  # it asks for no other file

@@ -20,6 +20,7 @@ from conftest import (
     ROOT,
     Place,
     blocks,
+    check_adapters,
     check_result,
     environment,
     own_settings,
@@ -187,7 +188,7 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     said = rf"stopped by SIGTERM after step {at + 1}; RESUME=\S+ ?\S+ continues it"
     assert child.err == "" and re.search(said, child.out)
     assert not (place.of(out) / "result.json").exists()
-    resumed = {**place.unset, "RUN_ID": None, "RESUME": "run"}
+    resumed = place.resumed
     for name, value in (("EVAL_PROMPTS", 7), ("OPTIMIZER", "adafactor")):
         line = place.refused(out, script=straight, **{**resumed, name: value})
         assert re.match(rf"error: {name}=\S+ must stay \S+ under RESUME$", line), line
@@ -254,7 +255,7 @@ def test_fewer_problems_than_ranks(place, script, ranks, train, held_out, tmp_pa
     result = place.result(out)
     assert result["world_size"] == ranks and result["after"]["n"] == held_out
     (place.of(out) / "result.json").unlink()
-    place.ranks(out, script=script, ranks=ranks, **{**place.unset, "RUN_ID": None, "RESUME": "run"})
+    place.ranks(out, script=script, ranks=ranks, **place.resumed)
     assert place.result(out)["after"] == result["after"]
 
 
@@ -284,11 +285,7 @@ def test_adapters_alone_are_trained_and_the_artifact_has_none(place, grpo):
     """
     given = dict(INIT_FROM=grpo, LORA_RANK=4, QAT=0, KL_BETA=0.05, ITERATIONS=8)
     place.run("lora", "T.KEEP_CHECKPOINTS = 9\n", **given)
-    before, after = (place.checkpoint("lora", step) for step in (0, 8))
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved and all(name.endswith((".lora_a", ".lora_b")) for name in moved)
-    _, tensors, _ = G.read_artifact(place.of("lora") / "model.upar")
-    assert not any("lora" in name or "parametrizations" in name for name in tensors)
+    check_adapters(place, "lora", 8)
     kl = [step["kl"] for step in place.steps("lora")]
     assert kl[0] < kl[-1] < 1 and kl[-1] > 0
 
@@ -318,7 +315,7 @@ def test_a_run_learns_from_a_teacher(place, grpo, tmp_path):
     assert rows and {row["advantage"] for row in rows} == {None}
 
     place.run("taught stopped", stop_at(1), 128 + signal.SIGTERM, **given)
-    resumed = {**place.unset, "RUN_ID": None, "RESUME": "run", "TEACHER": "x"}
+    resumed = {**place.resumed, "TEACHER": "x"}
     assert "TEACHER" in place.refused("taught stopped", **resumed)
     place.resume("taught stopped")
     place.same("taught stopped", "taught")

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import math
 import shlex
 import statistics
@@ -20,7 +19,7 @@ from test_weights import network
 import sample as S
 import train_gpt as T
 import train_grpo as G
-from conftest import BYTES, ROOT, blocks, exit_code, pack, refusal, write_lines
+from conftest import BYTES, ROOT, blocks, exit_code, pack, read_json, refusal, write_lines
 
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS
 BOS = 1
@@ -412,7 +411,7 @@ def test_a_file_holds_scores_and_all_answers(place, tmp_path, capsys):
     given = dict(eval_samples=2, max_new_tokens=6, temperature=1.0, score_file=str(file))
     reward = f"{tmp_path}/mine.py:size,{tmp_path}/mine.py:none:2"
     scores = scored(place, "task", path, reward=reward, **given)
-    written = json.loads(file.read_text())
+    written = read_json(file)
     assert (written["scores"], written["score"]) == ({path: scores}, "task")
     assert written["settings"]["score_path"] == path
     assert written["model"] == str(place / "main" / "model.upar")
@@ -435,7 +434,7 @@ def test_a_score_that_is_not_finite_is_an_error(place, tmp_path, monkeypatch):
     monkeypatch.setattr(S, "summed_nats", lambda *_: next(nats))
     given = settings(place, "text", score_path="bad,good", score_file=str(file))
     refusal(FloatingPointError, "not finite: bpb of bad, nats of bad;", S.score, given)
-    scores = json.loads(file.read_text())["scores"]
+    scores = read_json(file)["scores"]
     assert scores["bad"]["bpb"] is None and scores["good"]["nats"] == 3
 
 

@@ -100,7 +100,7 @@ ORDINARY = """
     SLURM_TASK_PID
     SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_CLUSTER_NAME SLURMD_NODENAME
     KUBERNETES_SERVICE_HOST KUBERNETES_PORT
-    RUNPOD_POD_ID RUNPOD_GPU_COUNT AWS_REGION AWS_PROFILE GOOGLE_APPLICATION_CREDENTIALS container
+    RUNPOD_POD_ID RUNPOD_GPU_COUNT AWS_REGION AWS_PROFILE GOOGLE_APPLICATION_CREDENTIALS container TTT
 """.split()
 
 
@@ -192,14 +192,6 @@ def test_the_environment_stands_above_the_config_and_arguments_above_both(tmp_pa
     expected |= dict(seed=4, model_dim=64)
     arguments = [path, "SEED=4", "--model_dim=64"]
     assert load({**environ, "CONFIG": "none.env"}, arguments) == replace(T.Settings(), **expected)
-
-
-@scripts
-def test_every_script_reads_a_config(module, tmp_path):
-    """Scripts without the setting CONFIG read the file too."""
-    path = config(tmp_path, "DEVICE=cpu\n")
-    assert module.load_settings(module.Settings, {"CONFIG": path}).device == "cpu"
-    assert module.load_settings(module.Settings, {}, [path]).device == "cpu"
 
 
 LINES = {

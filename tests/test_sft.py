@@ -24,7 +24,7 @@ from conftest import BYTES, refusal, small_network, spelt, write_lines
 
 CPU = torch.device("cpu")
 KINDS = ["", "forward", "jsd", "attention", "pool", "projection"]
-pytestmark = pytest.mark.usefixtures("one_thread", "default_dtype")
+pytestmark = pytest.mark.usefixtures("default_dtype")
 
 
 def network(seed=0, layers="g a", dim=16, **changes):

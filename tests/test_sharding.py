@@ -1,6 +1,5 @@
 """SHARD=1: what ranks compute that hold shards of the weights, what they hold, and what they leave."""
 
-import json
 import re
 import shutil
 import signal
@@ -21,6 +20,7 @@ from conftest import (
     blocks,
     own_settings,
     pack,
+    read_json,
     refusal,
     run_guide,
     small_network,
@@ -106,7 +106,7 @@ def assert_close(place, out, other, loss_rel=1e-5):
 
 
 def held(place, out, rank):
-    return json.loads((place.of(out) / f"held_{rank}.json").read_text())
+    return read_json(place.of(out) / f"held_{rank}.json")
 
 
 def assert_shares(place, out, whole_run, ranks):
@@ -214,7 +214,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(place):
     """2 ranks, then 4, then 1 with shards, then a process without."""
     place.run("at once", RECORD, SHARD=0, OPTIMIZER="adamw8bit")
     place.ranks("in turns", RECORD + stop_at(1), 2, STOPPED, OPTIMIZER="adamw8bit")
-    again = {**place.unset, "RUN_ID": None, "RESUME": "run"}
+    again = place.resumed
     place.ranks("in turns", RECORD + stop_at(3), 4, STOPPED, **again)
     place.ranks("in turns", RECORD + stop_at(5), 1, STOPPED, **again)
     shutil.copytree(place.of("in turns"), place.of("then whole"))
@@ -294,5 +294,5 @@ def test_every_command_of_the_guide(tmp_path):
     write_lines(tmp_path / "pairs.jsonl", PAIRS)
     run_guide("scale.md", tmp_path, least=4)
     for name in ("sharded", "pairs", "adapted"):
-        result = json.loads((tmp_path / "runs" / name / "result.json").read_text())
+        result = read_json(tmp_path / "runs" / name / "result.json")
         assert result["world_size"] == 2 and result["settings"]["shard"]

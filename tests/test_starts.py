@@ -2,7 +2,6 @@
 trained on; defaults of an imported start.
 """
 
-import json
 import re
 import shutil
 
@@ -12,7 +11,7 @@ from test_weights import network, refused, save
 
 import train_gpt as T
 import train_sft as S
-from conftest import BYTES, TINY, Place, pack, refusal
+from conftest import BYTES, TINY, Place, pack, read_json, refusal
 
 COPY = "a changed copy of a script wrote it"
 
@@ -105,7 +104,7 @@ def test_tensors_that_a_script_does_not_know(tmp_path, call):
 def test_a_checkpoint_says_its_shape_apart(tmp_path):
     net = network(0)
     checkpoint = save(tmp_path / "run", 5, net)
-    meta = json.loads((checkpoint / "meta.json").read_text())
+    meta = read_json(checkpoint / "meta.json")
     parts = {"model": net.state_dict(), "training": {}}
     shape = {**vars(net.config), "conv_taps": 4}
     for given, fault in (
@@ -166,7 +165,7 @@ def test_a_run_goes_on_without_the_start_that_it_began_with(place, tmp_path):
     shutil.rmtree(start)
     (folder / "tokenizer.model").rename(folder / "other_name.model")
     config.rename(tmp_path / "other.env")
-    line = place.refused("moved", **place.unset | {"RUN_ID": None, "RESUME": "run"})
+    line = place.refused("moved", **place.resumed)
     assert "some.env': no such file; must be where it is now" in line
     (tmp_path / "other.env").rename(config)
     place.resume("moved")

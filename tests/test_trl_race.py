@@ -1,12 +1,11 @@
 """tools/experiments/trl_race.py: what it reads of a run, and its table."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from conftest import ROOT, load_tool
+from conftest import ROOT, load_tool, read_json
 
 race = load_tool("experiments/trl_race")
 
@@ -92,6 +91,6 @@ def test_a_short_race(tmp_path):
     subprocess.run(
         [sys.executable, ROOT / "tools/experiments/trl_race.py", *words, *paths], check=True
     )
-    [seed] = json.loads((tmp_path / "race.json").read_text())["seeds"]
+    [seed] = read_json(tmp_path / "race.json")["seeds"]
     for name in ("ours", "trl"):
         assert seed[name]["steps"] > 0 and 0 <= seed[name]["greedy"][0] <= 1
