@@ -7610,7 +7610,11 @@ class GRPOTrainer(PolicyTrainer):
         return answers
 
     def score(self, answers, functions):
-        """Fill in `reward` and `rewards` of answers; return the first (n,). See PolicyTrainer."""
+        """Fill in `reward` and `rewards` of answers; return the first (n,). See PolicyTrainer.
+
+        It marks held-out conversations by the plain sum of their rewards; episode_rewards, by which
+        they train, discounts them.
+        """
         if self.environment:
             return score_episodes(self, answers)
         return super().score(answers, functions)
@@ -7625,7 +7629,7 @@ class GRPOTrainer(PolicyTrainer):
         """
         settings = self.settings
         runtime = self.runtime
-        self.add_columns(queries)
+        self.add_columns(queries)  # also those of queries that other ranks answer
         share = rank_share(queries, settings, runtime)
         seeds = [(settings.seed, step, number) for number in share]
         groups, rewards, seconds = self.rewarded_answers(
@@ -7660,7 +7664,8 @@ class GRPOTrainer(PolicyTrainer):
             rewards = episode_rewards(self, answers)
         else:
             functions = []
-            if self.reward_funcs or self.teacher is None:  # a teacher may be alone
+            # With a teacher there may be no function; without one that is an error.
+            if self.reward_funcs or self.teacher is None:
                 functions = named_functions(self.reward_funcs, self.reward_weights)
             rewards = self.score(answers, functions)
         return groups_of(answers, size), rewards.view(len(queries), size), seconds
@@ -7668,7 +7673,9 @@ class GRPOTrainer(PolicyTrainer):
     def set_advantages(self, groups, rewards):
         """Set the advantages of the answers of groups by their rewards (P, G).
 
-        All ranks call it together, once in a step and again after each round of RESAMPLE_ROUNDS.
+        All ranks call it together, once in a step and again after each round of RESAMPLE_ROUNDS. What a
+        baseline remembers of earlier steps survives RESUME if the trainer is Stateful, with STATE, and
+        one of run.parts, as in train_ppo.py.
         """
         settings = self.settings
         _, variance = moments(rewards.flatten(), self.runtime)
@@ -7804,7 +7811,7 @@ def main():
     teacher = load_teacher(settings, tokenizer, runtime)
     contexts = [one.config.train_seq_len for one in (network, teacher) if one is not None]
     check = room_check(settings, tokenizer, min(contexts))
-    reports = []
+    reports = []  # what find_problems says of files and rows, before the log is open
     problems, choice, held_out = find_problems(settings, check, reports.append)
     exam = Exam(held_out, with_mark(functions, settings.mark))
 
@@ -7850,7 +7857,7 @@ def main():
 
     metrics = {}
     # Whether no answer of a run from its start has had an advantage, and no teacher gives them.
-    is_silent = not checkpoint and teacher is None
+    learns_nothing = not checkpoint and teacher is None
     stop_signal = StopSignal()
     clock.start()
     while True:
@@ -7901,8 +7908,8 @@ def main():
 
         # 5. Log the step: its numbers are on the host already, so nothing is waited for.
         log_step(run, metrics)
-        is_silent = is_silent and metrics["zero_variance"] == 1
-        if is_silent and run.step == FIRST_STEPS:
+        learns_nothing = learns_nothing and metrics["zero_variance"] == 1
+        if learns_nothing and run.step == FIRST_STEPS:
             run.save()
             reason = (
                 f"in the first {FIRST_STEPS} steps no answer has an advantage "

@@ -7555,7 +7555,11 @@ class GSPOTrainer(PolicyTrainer):
         return answers
 
     def score(self, answers, functions):
-        """Fill in `reward` and `rewards` of answers; return the first (n,). See PolicyTrainer."""
+        """Fill in `reward` and `rewards` of answers; return the first (n,). See PolicyTrainer.
+
+        It marks held-out conversations by the plain sum of their rewards; episode_rewards, by which
+        they train, discounts them.
+        """
         if self.environment:
             return score_episodes(self, answers)
         return super().score(answers, functions)
@@ -7570,7 +7574,7 @@ class GSPOTrainer(PolicyTrainer):
         """
         settings = self.settings
         runtime = self.runtime
-        self.add_columns(queries)
+        self.add_columns(queries)  # also those of queries that other ranks answer
         share = rank_share(queries, settings, runtime)
         seeds = [(settings.seed, step, number) for number in share]
         groups, rewards, seconds = self.rewarded_answers(
@@ -7611,7 +7615,9 @@ class GSPOTrainer(PolicyTrainer):
     def set_advantages(self, groups, rewards):
         """Set the advantages of the answers of groups by their rewards (P, G).
 
-        All ranks call it together, once in a step and again after each round of RESAMPLE_ROUNDS.
+        All ranks call it together, once in a step and again after each round of RESAMPLE_ROUNDS. What a
+        baseline remembers of earlier steps survives RESUME if the trainer is Stateful, with STATE, and
+        one of run.parts, as in train_ppo.py.
         """
         settings = self.settings
         _, variance = moments(rewards.flatten(), self.runtime)
@@ -7735,7 +7741,7 @@ def main():
         environment = load_environment(settings.environment)
     network, tokenizer, source = load_start(settings)
     check = room_check(settings, tokenizer, network.config.train_seq_len)
-    reports = []
+    reports = []  # what find_problems says of files and rows, before the log is open
     problems, choice, held_out = find_problems(settings, check, reports.append)
     exam = Exam(held_out, with_mark(functions, settings.mark))
 
@@ -7776,7 +7782,8 @@ def main():
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
-    is_silent = not checkpoint  # whether no answer of a run from its start has had an advantage
+    # Whether no answer of a run from its start has had an advantage.
+    learns_nothing = not checkpoint
     stop_signal = StopSignal()
     clock.start()
     while True:
@@ -7827,8 +7834,8 @@ def main():
 
         # 5. Log the step: its numbers are on the host already, so nothing is waited for.
         log_step(run, metrics)
-        is_silent = is_silent and metrics["zero_variance"] == 1
-        if is_silent and run.step == FIRST_STEPS:
+        learns_nothing = learns_nothing and metrics["zero_variance"] == 1
+        if learns_nothing and run.step == FIRST_STEPS:
             run.save()
             reason = (
                 f"in the first {FIRST_STEPS} steps no answer has an advantage "

@@ -7452,7 +7452,7 @@ def main():
     functions = load_reward_functions(settings.reward)
     network, tokenizer, source = load_start(settings)
     check = room_check(settings, tokenizer, network.config.train_seq_len)
-    reports = []
+    reports = []  # what split_problems says of files and rows, before the log is open
     problems, choice, held_out = split_problems(settings, check, reports.append)
     exam = JudgedExam(held_out, with_mark(functions, settings.mark))
     judge = load_judge(settings, tokenizer, runtime)
@@ -7493,7 +7493,7 @@ def main():
     run.log(f"set-up and first scores: {time.perf_counter() - begin:.1f} s, outside the clock")
 
     metrics = {}
-    is_silent = not checkpoint  # whether all answers of each step so far had one reward
+    learns_nothing = not checkpoint  # whether all answers of each step so far had one reward
     stop_signal = StopSignal()
     clock.start()
     while True:
@@ -7544,8 +7544,8 @@ def main():
 
         # 5. Log the step: its numbers are on the host already, so nothing is waited for.
         log_step(run, metrics)
-        is_silent = is_silent and metrics["reward_std"] <= 1e-6 * abs(metrics["reward"])
-        if is_silent and run.step == FIRST_STEPS:
+        learns_nothing = learns_nothing and metrics["reward_std"] <= 1e-6 * abs(metrics["reward"])
+        if learns_nothing and run.step == FIRST_STEPS:
             run.save()
             reason = (
                 f"in each of the first {FIRST_STEPS} steps all samples have one reward "
