@@ -6220,7 +6220,7 @@ def fitting_tokens(network):
         free, _ = torch.cuda.mem_get_info()
     # By tools/experiments/memory.py a token takes 75 to 107 bytes per channel and layer of Llama and
     # Qwen3, and 247 of Qwen3.5, whose Gated DeltaNet is wider.
-    return max(4096, free // 2 // (250 * network.config.model_dim * len(network.layers)))
+    return max(1024, free // 2 // (250 * network.config.model_dim * len(network.layers)))
 
 
 # === end: start ===

@@ -4,6 +4,7 @@ trained on; defaults of an imported start.
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,3 +203,11 @@ def test_what_does_not_fit_a_start(place, tmp_path):
     other = pack(network(0), BYTES, tmp_path)  # of another tokenizer
     error = place.refused("tokenizer", **{**start, "INIT_FROM": other})
     assert "is not the one of the data" in error and "data/prepare.py TEXTS --tokenizer " in error
+
+
+def test_large_networks_read_at_least_1024_tokens_at_a_time():
+    """Otherwise half of 1 GiB on a CPU, at 250 bytes per token, channel and layer."""
+    for width, layers, tokens in ((32, 4, 2**29 // 32000), (576, 30, 1024)):
+        shape = SimpleNamespace(model_dim=width)
+        stand_in = SimpleNamespace(config=shape, layers=range(layers), embed=torch.zeros(1))
+        assert S.fitting_tokens(stand_in) == tokens
