@@ -6197,10 +6197,11 @@ def adapt(network, settings, device):
         torch.manual_seed(settings.seed)
         setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
         freeze_model(network)
-        automatic = torch.float32 if device.type == "cpu" else torch.bfloat16
+        automatic = torch.bfloat16 if device.type == "cuda" else None
+        is_half = (network.dtype or automatic) == torch.bfloat16
         for param in network.parameters():
-            if not param.requires_grad and param.ndim > 1:
-                param.data = param.data.to(network.dtype or automatic)
+            if is_half and not param.requires_grad and param.ndim > 1:
+                param.data = param.data.bfloat16()
 
 
 def trained_parameters(network):
