@@ -5143,7 +5143,7 @@ def write_result(run, values, content):
 
 
 # === shared: decoder ===
-ROOM = 64  # tokens for which a Decoder makes room at a time
+ROOM = 64  # tokens for which a Decoder makes room at a time; a quarter of it on a CPU
 
 
 def gdn_step(q, k, v, g, beta, state):
@@ -5169,9 +5169,8 @@ class TextContext(Context):
 
     layers: list  # a dict for each layer: name -> tensor, with a row for each text
     slots: Tensor  # (T,), where the tokens stand in the texts
-    room: int  # slots of a text
-    distance: Tensor  # (T, S), how far before a token each of the first S slots is
-    is_seen: Tensor  # (B, T, S), whether a token sees it
+    distance: Tensor  # (T, room), how far before a token each slot is
+    is_seen: Tensor  # (B, T, room), whether a token sees it
 
     def of_layer(self, place):
         """Return the context of a layer, given its place."""
@@ -5204,11 +5203,10 @@ class TextContext(Context):
     def attend(self, q, k, v, window):
         """Return attention (B, H, T, D) over all keys so far; shapes as in `attend`."""
         if not self.kept:
-            shape = *k.shape[:2], self.room, k.size(3)
+            shape = *k.shape[:2], self.distance.size(1), k.size(3)
             self.kept.update(keys=k.new_zeros(shape), values=k.new_zeros(shape))
-        seen = slice(self.distance.size(1))
-        keys = self.kept["keys"].index_copy_(2, self.slots, k)[:, :, seen]
-        values = self.kept["values"].index_copy_(2, self.slots, v)[:, :, seen]
+        keys = self.kept["keys"].index_copy_(2, self.slots, k)
+        values = self.kept["values"].index_copy_(2, self.slots, v)
         return masked_attention(q, keys, values, self.is_seen & (self.distance < window))
 
 
@@ -5249,13 +5247,14 @@ class Decoder:
         self.network = network
         self.layers = [{} for _ in network.layers]  # what a TextContext keeps
         self.graph = None
-        # Whether each step has the same shapes, as compiled code and graphs want it.
-        self.is_fixed = compiled or network.embed.is_cuda
+        is_fixed = compiled or network.embed.is_cuda
+        # Attention reads the empty slots, too; but each new size is compiled or recorded anew.
+        self.room = ROOM if is_fixed else ROOM // 4
         dtype = network.embed.dtype
         # Weights that are cast for each product would have a new copy each time.
         is_cast = network.dtype not in (None, dtype)
-        has_layout = torch.backends.mkldnn.is_available() and dtype != torch.float64
-        is_packed = has_layout and not (self.is_fixed or is_cast)
+        has_layout = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        is_packed = has_layout and dtype != torch.float64 and not (is_fixed or is_cast)
         self.linear = PackedLinear(dtype) if is_packed else contextlib.nullcontext()
         # A function: a bound method would refer back to the Decoder, whose caches would then stay
         # until Python looks for cycles.
@@ -5271,7 +5270,7 @@ class Decoder:
         padding = [[before + ids.size(1) - len(prompt)] for prompt in prompts]
         self.used = ids.new_tensor(before)  # slots that hold a token
         self.kept = {
-            "ids": F.pad(ids, (before, ROOM), value=bos),
+            "ids": F.pad(ids, (before, self.room), value=bos),
             "padding": ids.new_tensor(padding),
         }
         self.logits = self.read(ids)
@@ -5287,10 +5286,10 @@ class Decoder:
     def grow(self):
         """Make room for more tokens."""
         self.graph = None
-        self.kept["ids"] = F.pad(self.kept["ids"], (0, ROOM))
+        self.kept["ids"] = F.pad(self.kept["ids"], (0, self.room))
         for kept in self.layers:
             for name in kept.keys() & {"keys", "values"}:
-                kept[name] = F.pad(kept[name], (0, 0, 0, ROOM))
+                kept[name] = F.pad(kept[name], (0, 0, 0, self.room))
 
     def context(self, ids):
         """Return the TextContext of ids (B, T), the next tokens of the texts.
@@ -5302,15 +5301,12 @@ class Decoder:
         self.used += ids.size(1)
         texts = self.kept["ids"].index_copy_(1, slots, ids)  # (B, room)
         padding = self.kept["padding"]
-        # Attention reads the slots that hold tokens, or all of them where shapes are fixed.
-        width = texts.size(1) if self.is_fixed else int(self.used)
-        places = torch.arange(width, device=ids.device)
+        places = torch.arange(texts.size(1), device=ids.device)
         docs = places >= padding
         distance = slots[:, None] - places
         return TextContext(
             recent=texts[:, reach],
             doc=docs[:, reach],
-            room=texts.size(1),
             positions=(slots - padding).clamp(0),
             layers=self.layers,
             slots=slots,

@@ -150,7 +150,7 @@ def test_room_grows_with_the_text():
         net = mixed(attn_window=window, train_seq_len=256)
         decoder = check_steps(net, [[1, 9, 4]] * 2, texts(5, 2, 150), {}, 1e-9)
         sizes = {kept["keys"].size(2) for kept in decoder.layers if "keys" in kept}
-        assert sizes == {6 + 3 * S.ROOM}
+        assert sizes == {6 + 10 * S.ROOM // 4}
 
 
 @pytest.mark.full  # compiling takes 45 s

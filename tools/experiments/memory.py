@@ -267,11 +267,12 @@ def train(script: ModuleType, network: nn.Module, optimizers, settings, length: 
 @torch.no_grad()
 def sample(script: ModuleType, network: nn.Module, settings, prompt: int) -> None:
     """Read the prompts of a step, and draw the last token of their answers."""
-    decoder = script.Decoder(network, [[0] * prompt] * settings.prompts_per_step)
+    with torch.backends.mkldnn.flags(enabled=False):  # a GPU has no packed copies of weights
+        decoder = script.Decoder(network, [[0] * prompt] * settings.prompts_per_step)
     count = settings.prompts_per_step * settings.group_size
     rows = [row // settings.group_size for row in range(count)]
     decoder.take(rows)
-    for _ in range(math.ceil(settings.max_new_tokens / script.ROOM) - 1):
+    for _ in range(math.ceil(settings.max_new_tokens / decoder.room) - 1):
         decoder.grow()
     with parametrize.cached():
         decoder.logits = decoder.read(torch.zeros(len(rows), 1, dtype=torch.long))
