@@ -5214,7 +5214,8 @@ class PackedLinear(TorchFunctionMode):
     """F.linear by copies of the weights of one dtype in oneDNN's layout, made when they are first met.
 
     Without a copy every product lays its weight out anew. On a CPU a product of 1 to 16 rows then
-    takes twice as long, and one of 64 rows 1.4 times (docs/lab/2026-11.md, 2026-11-27).
+    takes twice as long, and one of 64 rows 1.4 times (docs/lab/2026-11.md, 2026-11-27). The copies
+    take as much memory as the weights. Sums with adapters must be cached, see setup_lora_adapter.
     """
 
     def __init__(self, dtype):
@@ -5398,7 +5399,9 @@ def draw(logits, temperature, uniform, truncate=None):
     chances = (logits / temperature).softmax(-1)
     if truncate:
         chances = truncate(chances)
-    total = chances.cumsum(-1)
+    # A CPU itself adds float32 in float64. On CUDA the sum of a block could be a digit above that of
+    # the block before, and a token that has no chance be drawn.
+    total = chances.cumsum(-1, dtype=torch.float64 if chances.is_cuda else None)
     # Rounded to float32 a number may be the whole total; the last token that has a chance is below.
     below = total[:, -1:].nextafter(total.new_zeros(()))
     level = torch.minimum((uniform[:, None] * total[:, -1:]).to(total.dtype), below)
@@ -7705,7 +7708,8 @@ class GRPOTrainer(PolicyTrainer):
             drawn = [
                 others[np.random.default_rng(seed).integers(len(others))] for seed in new_seeds
             ]
-            new_groups, rewards[places], _ = self.rewarded_answers(drawn, new_seeds, qat)
+            new_groups, new_rewards, _ = self.rewarded_answers(drawn, new_seeds, qat)
+            rewards[places] = new_rewards
             for place, group in zip(places, new_groups, strict=True):
                 groups[place] = group
             self.set_advantages(groups, rewards)

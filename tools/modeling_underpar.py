@@ -805,7 +805,8 @@ class PackedLinear(TorchFunctionMode):
     """F.linear by copies of the weights of one dtype in oneDNN's layout, made when they are first met.
 
     Without a copy every product lays its weight out anew. On a CPU a product of 1 to 16 rows then
-    takes twice as long, and one of 64 rows 1.4 times (docs/lab/2026-11.md, 2026-11-27).
+    takes twice as long, and one of 64 rows 1.4 times (docs/lab/2026-11.md, 2026-11-27). The copies
+    take as much memory as the weights. Sums with adapters must be cached, see setup_lora_adapter.
     """
 
     def __init__(self, dtype):
