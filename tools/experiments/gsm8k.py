@@ -4,12 +4,12 @@
     python tools/experiments/gsm8k.py sums runs/smollm2 [--arms GRPO coin] [--seeds 3] [--write docs/lab/FILE]
     python tools/experiments/gsm8k.py rows runs/smollm2 --arms LoRA --train rows.jsonl
     python tools/experiments/gsm8k.py pairs runs/smollm2 --arms LoRA --train pairs.jsonl --test others.jsonl
-    python tools/experiments/gsm8k.py gsm8k runs/smollm2 --arms full GRPO coin --seeds 1 \\
+    python tools/experiments/gsm8k.py gsm8k runs/smollm2 --arms full GRPO --seeds 1 \\
         --train train.jsonl --test test.jsonl
 
 `sums` are sums of two numbers, which data/tasks.py writes. This form, `rows` and `pairs` are made for
 0.1 billion weights on two CPU cores: a run takes less than half an hour. `gsm8k` takes GSM8K's own files on
-one GPU: with these three arms and one seed it takes at most 9 minutes.
+one GPU: with the arms full and GRPO and one seed it took 7 minutes on an H200 (docs/gpu.md).
 
 Arms that train by rewards go on from the model, in `gsm8k` from its arm `full`. `coin` is GRPO by random
 rewards: its gain must be none. A run that has ended is not repeated.
@@ -75,7 +75,10 @@ LORA = dict(lora_rank=16)
 COIN = dict(reward=f"{PROBLEMS}:coin", mark=RIGHT)
 ON_CPU = dict(save_every=0, max_wallclock_seconds=600, train_seq_len=512, eval_prompts=100)
 RL_ON_CPU = LORA | dict(learning_rate=2e-4, mini_batches=2, max_wallclock_seconds=900)
-RL_ON_GPU = dict(max_wallclock_seconds=130, prompts_per_step=64, learning_rate=5e-6)
+SFT_ON_GPU = dict(max_wallclock_seconds=90, train_batch_tokens=16384)
+RL_ON_GPU = dict(
+    max_wallclock_seconds=200, prompts_per_step=64, learning_rate=1e-5, resample_rounds=1
+)
 FORMS = {
     "sums": Form(
         # At a temperature of 1 this model is right in one answer of twenty.
@@ -99,8 +102,8 @@ FORMS = {
     "gsm8k": Form(
         dict(save_every=0, reward=RIGHT, eval_prompts=660, max_new_tokens=256, temperature=1),
         {
-            "LoRA": Arm("train_sft.py", LORA | dict(max_wallclock_seconds=60)),
-            "full": Arm("train_sft.py", dict(max_wallclock_seconds=60)),
+            "LoRA": Arm("train_sft.py", LORA | SFT_ON_GPU),
+            "full": Arm("train_sft.py", SFT_ON_GPU | dict(learning_rate=1e-4)),
             "GRPO": Arm("train_grpo.py", RL_ON_GPU, "full"),
             "GSPO": Arm("train_gspo.py", RL_ON_GPU, "full"),
             "coin": Arm("train_grpo.py", RL_ON_GPU | COIN, "full"),
