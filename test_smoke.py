@@ -163,7 +163,7 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(place):
     Within 1e-5 of a loss until the weights are quantized, from step 11 on; then
     within 2e-4 (measured: 2e-5): a weight at the edge of two codes may fall to either side.
     """
-    changes = dict(ITERATIONS=12, GRAD_CLIP_NORM=1)
+    changes = dict(ITERATIONS=12, GRAD_CLIP_NORM=1, TTT_LORA_RANK=2)
     place.run("one", **changes)
     place.run("micro", MICRO_BATCH_TOKENS=64, **changes)
     place.ranks("two", **changes)
@@ -175,8 +175,35 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(place):
         assert others[:10] == pytest.approx(losses[:10], rel=1e-5)
         assert others == pytest.approx(losses, rel=2e-4)
         assert place.result(out)["val_nats"] == pytest.approx(nats, rel=1e-4)
+        for name in ("val_bpb_ttt", "val_bpb_ttt_off"):
+            score = place.result("one")[name]
+            assert place.result(out)[name] == pytest.approx(score, rel=1e-4)
         assert f"\nbatch: {shape} windows on each rank\n" in place.log(out)
     assert place.result("two")["world_size"] == 2
+
+
+def test_test_time_training_is_beside_the_score(place):
+    """In result.json, log and metrics; the artifact and its score are those of a run without it."""
+    changes = dict(ITERATIONS=12, GRAD_CLIP_NORM=1)
+    place.run("plain", **changes)
+    place.run("adapted", TTT_LORA_RANK=2, **changes)
+    plain, result = place.result("plain"), place.result("adapted")
+    assert place.artifact("plain") == place.artifact("adapted")
+    for name in ("val_nats", "val_tokens", "val_bytes", "val_bpb"):
+        assert result[name] == plain[name]
+    names = ["val_loss_ttt", "val_bpb_ttt", "val_bpb_ttt_off", "ttt_seconds"]
+    assert not plain.keys() & {*names} and metrics(place, "plain", "val_bpb_ttt") == []
+    for name in names:
+        assert metrics(place, "adapted", name) == [result[name]]
+    nats = result["val_loss_ttt"] * result["val_tokens"]
+    assert result["val_bpb_ttt"] == pytest.approx(nats / math.log(2) / result["val_bytes"])
+    assert result["val_bpb_ttt"] < result["val_bpb_ttt_off"]
+    line = (
+        r"^from the artifact: test-time training val_loss:\S+ bpb:(\S+) .* tokens:(\d+) bytes:(\d+)"
+    )
+    ((bpb, tokens, size),) = re.findall(line, place.log("adapted"), re.M)
+    assert bpb == f"{result['val_bpb_ttt']:.4f}"
+    assert [int(tokens), int(size)] == [result["val_tokens"], result["val_bytes"]]
 
 
 # ------------------------------------------------------------------------------------ every choice

@@ -263,7 +263,9 @@ OTHER_NAMES = {
     "SWA_ENABLED": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
-    "TTT_ENABLED": 0,
+    "TTT_CHUNK_SIZE": 64,
+    "TTT_ENABLED": "TTT_LORA_RANK",
+    "TTT_LORA_LR": 0.001,
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
@@ -399,6 +401,7 @@ OUR_SETTINGS = {
     "TRAIN_FILES",
     "TRAIN_ON",
     "TRAIN_SEQ_LEN",
+    "TTT_LORA_RANK",
     "VAL_FILES",
     "VAL_LOSS_EVERY",
     "VOCAB_SIZE",
@@ -5124,7 +5127,8 @@ def bad_scores(result):
     """Return the names of a result's scores that are not finite. A mean stands before its interval,
     which one row does not have.
     """
-    names = [name for name in ("val_loss", "val_bpb") if not math.isfinite(result.get(name, 0.0))]
+    scores = [name for name in result if name.startswith(("val_loss", "val_bpb"))]
+    names = [name for name in scores if not math.isfinite(result[name])]
     for group in ("before", "after", "packed"):
         for name, value in result.get(group, {}).items():
             if not np.isfinite(np.ravel(value)[0]):

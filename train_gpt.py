@@ -23,6 +23,7 @@ Where to change what:
     which windows train, in which order   split_windows, Batches.read_rows
     what a step logs                      main; the dict `metrics`
     what validation measures              Scorer, score_artifact
+    test-time training                    chunk_windows, RowAdapters, score_adapted
     how weights are rounded and packed    quantize, fit_artifact
     a new setting of the model            Settings, GPTConfig; a field of one name in both, layers read it
     another new setting                   Settings; if a resumed run must keep it, `identity` in main
@@ -82,6 +83,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 # === shared: bounds ===
@@ -139,6 +141,8 @@ class Settings:
     target_val_loss: float = 0.0  # the run ends at the first validation at or under it; 0: none
     eval_stride: int = 512  # stride of the sliding-window score; 0: leave that score out
     eval_stateful: bool = False  # also score each document in one forward of its length; slow
+    # also score with test-time training, by LoRA of this rank, see score_adapted; 0: without
+    ttt_lora_rank: int = 0
     # model
     # a run, a checkpoint or an artifact; empty: a new network, in train_gpt.py and train_sft.py
     init_from: Paths = ""
@@ -189,6 +193,11 @@ class Settings:
             raise UserError(
                 f"TARGET_VAL_LOSS={self.target_val_loss}: VAL_LOSS_EVERY must be above 0, or no "
                 "validation sees it"
+            )
+        if self.ttt_lora_rank and self.activation_checkpointing:
+            raise UserError(
+                f"TTT_LORA_RANK={self.ttt_lora_rank}: must be 0 with ACTIVATION_CHECKPOINTING=1; "
+                "adapters need the activations of all layers in memory"
             )
 
 
@@ -257,7 +266,9 @@ OTHER_NAMES = {
     "SWA_ENABLED": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
     "TRAIN_LOG_EVERY": "LOG_SECONDS",
-    "TTT_ENABLED": 0,
+    "TTT_CHUNK_SIZE": 64,
+    "TTT_ENABLED": "TTT_LORA_RANK",
+    "TTT_LORA_LR": 0.001,
     "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
@@ -393,6 +404,7 @@ OUR_SETTINGS = {
     "TRAIN_FILES",
     "TRAIN_ON",
     "TRAIN_SEQ_LEN",
+    "TTT_LORA_RANK",
     "VAL_FILES",
     "VAL_LOSS_EVERY",
     "VOCAB_SIZE",
@@ -4374,7 +4386,8 @@ def bad_scores(result):
     """Return the names of a result's scores that are not finite. A mean stands before its interval,
     which one row does not have.
     """
-    names = [name for name in ("val_loss", "val_bpb") if not math.isfinite(result.get(name, 0.0))]
+    scores = [name for name in result if name.startswith(("val_loss", "val_bpb"))]
+    names = [name for name in scores if not math.isfinite(result[name])]
     for group in ("before", "after", "packed"):
         for name, value in result.get(group, {}).items():
             if not np.isfinite(np.ravel(value)[0]):
@@ -4452,6 +4465,10 @@ OTHER_HEAD_LRS = {"lion": 0.002, "adafactor": 0.1}
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
+# Tokens of a document between two steps of test-time training, and the adapters' AdamW.
+TTT_CHUNK_SIZE = 64
+TTT_LORA_LR = 0.001
+TTT_BETAS = (0.9, 0.99)
 # A step that takes longer than this and than 20 median steps prints the stacks of all threads.
 HANG_SECONDS = 120.0
 
@@ -4746,11 +4763,110 @@ def choose_timed_weights(network, table, averages, run, score):
     return chosen
 
 
+def document_spans(text, bos_id):
+    """Return where each document's predictions begin and end, two arrays (documents,).
+
+    A document's first prediction follows its BOS, and its last is of the BOS behind it.
+    """
+    begin = np.flatnonzero(text.tokens[:-1] == bos_id)
+    return begin, np.append(begin[1:], len(text.tokens) - 1)
+
+
 def score_documents(scorer, network, text):
     """Return the Score of a network that sees every document as a whole, from its BOS on."""
-    begin = np.flatnonzero(text.tokens[:-1] == scorer.bos_id)
-    end = np.append(begin[1:], len(text.tokens) - 1)
+    begin, end = document_spans(text, scorer.bos_id)
     return scorer.score_spans(network, text, np.stack([begin, begin, end], axis=1), 1, 0)
+
+
+class RowAdapters(TorchFunctionMode):
+    """LoRA (arXiv 2106.09685) with adapters of its own for each row of a batch.
+
+    Inside `with`, a product of x (rows, T, K) with one of the weights W (N, K) is x W^T + x A B for
+    A (rows, K, rank) and B (rows, rank, N). Every row starts with the same random A, and with
+    zeros for B, which leave the network's outputs as they are.
+    """
+
+    def __init__(self, weights, rows, rank):
+        super().__init__()
+        self.pairs = {}  # id of a weight -> its A and B
+        generator = torch.Generator().manual_seed(0)
+        for weight in weights:
+            width_out, width_in = weight.shape
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            a = torch.randn(width_in, rank, generator=generator) * width_in**-0.5
+            a = a.to(weight.device, dtype).repeat(rows, 1, 1)
+            b = torch.zeros(rows, rank, width_out, dtype=dtype, device=weight.device)
+            self.pairs[id(weight)] = a.requires_grad_(), b.requires_grad_()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Return what func returns, with the adapters' part if it is a product with a weight."""
+        output = func(*args, **(kwargs or {}))
+        if func is F.linear and id(args[1]) in self.pairs:
+            a, b = self.pairs[id(args[1])]
+            x = args[0]
+            output = output + x @ a.to(x.dtype) @ b.to(x.dtype)
+        return output
+
+
+def chunk_windows(tokens, begin, end, seq_len):
+    """Yield ids and targets (rows, T <= seq_len) of the documents begin..end, both (rows, 1).
+
+    The last TTT_CHUNK_SIZE columns are new in each window; columns before them were new in earlier
+    ones. Behind the end of a document its last token is repeated, and targets are -1.
+    """
+    chunk = min(TTT_CHUNK_SIZE, seq_len)
+    for stop in range(chunk, (end - begin).max() + chunk, chunk):
+        positions = begin + np.arange(max(0, stop - seq_len), stop)
+        inside = np.minimum(positions, end - 1)
+        targets = np.where(positions < end, tokens[inside + 1], -1)
+        yield torch.from_numpy(tokens[inside]), torch.from_numpy(targets)
+
+
+def score_adapted(scorer, network, text, rank):
+    """Return the Score of test-time training, and that of the same windows without it.
+
+    Each document has new LoRA adapters of this rank. A chunk of its tokens is scored, with up to
+    TRAIN_SEQ_LEN tokens of the document as its window. Only then the adapters take one step of AdamW,
+    on the window's loss, and the next chunk follows. So no score depends on its own token or on a
+    later one, and every token is scored once, by a distribution over all tokens: the conditions of
+    Parameter Golf (issue 1017; pull requests 77 and 1530). The network gets no gradients from then on.
+    """
+    runtime = scorer.runtime
+    device = runtime.device
+    network.requires_grad_(False)
+    classes = parameters_by_class(dict(network.named_parameters()))
+    weights = [*classes["matrix"], network.embed if network.head is None else network.head]
+    if network.dtype:
+        for weight in weights:  # linear would cast them to copies, which no adapter knows
+            weight.data = weight.data.to(network.dtype)
+    begin, end = document_spans(text, scorer.bos_id)
+    order = np.argsort(begin - end, kind="stable")[:, None]  # longest first: batches of one length
+    rows = math.ceil(scorer.rows / 2)  # code that is not compiled takes more memory
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for at in range(runtime.rank * rows, len(order), runtime.world_size * rows):
+        batch = order[at : at + rows]
+        adapters = RowAdapters(weights, len(batch), rank)
+        params = itertools.chain(*adapters.pairs.values())
+        optimizer = torch.optim.AdamW(params, lr=TTT_LORA_LR, betas=TTT_BETAS, weight_decay=0.0)
+        for ids, targets in chunk_windows(text.tokens, begin[batch], end[batch], scorer.seq_len):
+            if scorer.log and scorer.log.is_due():
+                scorer.log(f"test-time training: {at:,} of {len(order):,} documents")
+            borders = document_borders(ids, scorer.bos_id, device)
+            inputs = (ids.to(device), targets.to(device), *borders)
+            with torch.no_grad():
+                plain = network(*inputs)
+            with adapters:
+                losses = network(*inputs)
+            counted = torch.stack([losses.detach(), plain, targets.to(device) >= 0])
+            sums += counted[..., -TTT_CHUNK_SIZE:].double().sum((1, 2))
+            losses.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    *nats, count = runtime.sum(sums).tolist()
+    assert count == len(text.tokens) - 1, (
+        f"scored {count:.0f} of {len(text.tokens) - 1} predictions"
+    )
+    return [Score(one, int(count), text.bytes) for one in nats]
 
 
 def score_artifact(path, scorer, data, run):
@@ -4775,6 +4891,20 @@ def score_artifact(path, scorer, data, run):
         stateful = score_documents(scorer, network, data.val)
         run.log(f"from the artifact: stateful val_{stateful}")
         result["val_bpb_stateful"] = stateful.bpb
+    if settings.ttt_lora_rank:
+        begin = time.perf_counter()
+        adapted, plain = score_adapted(scorer, network, data.val, settings.ttt_lora_rank)
+        seconds = time.perf_counter() - begin
+        run.log(f"from the artifact: test-time training val_{adapted} seconds:{seconds:.1f}")
+        run.log(f"from the artifact: the same windows without it val_{plain}")
+        ttt = {
+            "val_loss_ttt": adapted.loss,
+            "val_bpb_ttt": adapted.bpb,
+            "val_bpb_ttt_off": plain.bpb,
+            "ttt_seconds": seconds,
+        }
+        run.log.metrics(run.step, ttt)
+        result |= ttt
     return result
 
 

@@ -310,7 +310,8 @@ def test_a_score_that_is_not_finite_is_a_fault():
     good = {"val_loss": 1.0, "before": {"loss": [2.0, nan, nan], "n": 1}, "after": {"loss": 3.0}}
     assert T.bad_scores(good) == []
     bad = {"val_bpb": nan, "after": {"loss": [math.inf, 0.0, 1.0], "greedy": 0.5}}
-    assert T.bad_scores(bad) == ["val_bpb", "after loss"]
+    bad |= {"val_bpb_ttt": math.inf, "val_bpb_sliding": 1.0}
+    assert T.bad_scores(bad) == ["val_bpb", "val_bpb_ttt", "after loss"]
 
 
 def test_streams_take_any_text(monkeypatch):

@@ -341,6 +341,7 @@ SWAPS = {
     "seed_1.txt: \nsteps: 20\n -> \nsteps: 19\n": "seed_1.txt: tokens .found 5120",
     "seed_1.txt: \nstep:5/20 train -> \nstep:25/20 train": "seed_1.txt: steps beyond the end",
     "seed_1.txt: val_bpb_sliding:  -> val_bpb_sliding: 1": "seed_1.txt: val_bpb_sliding",
+    "seed_1.txt: artifact: val_loss -> artifact: test-time training val_loss": "seed_1.txt: val_bpb by",
     "seed_1.txt: \ntotal_bytes:  -> \ntotal_bytes: 1": "seed_1.txt: total_bytes",
     "seed_1.txt: * SEED=1\n -> * SEED=7\n": "seed_1.txt: seed",
     "seed_1.txt: \ntrain_seconds:  -> \ntrain_seconds: 18": "seed_1.txt: over the clock",

@@ -73,9 +73,9 @@ UNITS = {
 }
 # Rows of the table of results: names in result.json, or made from it.
 RESULTS = (
-    "script task objective val_bpb val_bpb_sliding val_bpb_stateful bpb_before_quantization "
-    "val_loss bigram_bpb trigram_bpb zstd22_bpb xz_bpb artifact_bytes code_bytes total_bytes "
-    "parameters steps tokens samples pairs tokens_per_second median_step_ms train_seconds "
+    "script task objective val_bpb val_bpb_sliding val_bpb_stateful val_bpb_ttt val_bpb_ttt_off "
+    "bpb_before_quantization val_loss bigram_bpb trigram_bpb zstd22_bpb xz_bpb artifact_bytes code_bytes "
+    "total_bytes parameters steps tokens samples pairs tokens_per_second median_step_ms train_seconds "
     "total_seconds peak_memory_mib weights init_from seed hardware versions commit code_sha256 "
     "manifest_sha256 data_sha256"
 ).split()
