@@ -275,6 +275,7 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    proto: bytes = b""  # the SentencePiece model, if the file has one
     encode: Callable = None  # text -> ids; this and what follows are of add_encoder
     encode_marked: Callable = None
     roles: dict = None
@@ -346,7 +347,7 @@ def sentencepiece_tokenizer(file, content, proto):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, drops_space)
+    return Tokenizer(file, content, model.bos_id(), pieces, drops_space, proto)
 
 
 # === end: tokenizer ===
@@ -517,10 +518,8 @@ def add_encoder(tokenizer):
     facts = ENCODINGS.get(name, {})
     if facts and tokenizer.sha256 != facts["sha256"]:
         raise UserError(f"tokenizer {name}: is not the published rank file")
-    proto = tokenizer.content
     if tokenizer.content.startswith(b"{"):  # of an imported model
         facts = json.loads(tokenizer.content)
-        proto = base64.b64decode(facts.get("sentencepiece", ""))
     tokenizer.facts = facts
     tokenizer.roles = {}
     if name == "bytes":
@@ -531,7 +530,7 @@ def add_encoder(tokenizer):
         tokenizer.encode = encoder.encode
         tokenizer.encode_marked = encoder.encode_marked
     else:
-        model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
         marks = AddedTokens(facts.get("added", {}), facts)
         tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
         tokenizer.encode = lambda text: model.encode(check_unicode(text))
@@ -2736,6 +2735,15 @@ def check_ids(vocab, added, size):
         vocab.get(a, i) != i for a, i in added.items()
     ):
         raise UserError("tokenizer.json: two tokens have one id, or one has two")
+    # The package tokenizers numbers added tokens that the vocabulary lacks itself, from its number
+    # of pieces on. Where it has a hole, these are not the ids that stand in the file.
+    lacking = [text for text in added if text not in vocab]
+    for i, text in enumerate(lacking, len(vocab)):
+        if added[text] != i:
+            raise UserError(
+                f"tokenizer.json: added token {text!r:.50} has the id {added[text]}: must be {i}, "
+                "as the package tokenizers numbers it, or stand in the vocabulary"
+            )
 
 
 def tokenizer_config(folder):
@@ -2747,19 +2755,17 @@ def tokenizer_config(folder):
 
 
 def check_added(folder, added):
-    """Raise UserError if the tokenizer_config.json has tokens that tokenizer.json does not."""
-    path = folder / "tokenizer_config.json"
+    """Raise UserError if a folder's files have added tokens that its tokenizer does not."""
     config = tokenizer_config(folder)
     listed = [*(config.get("added_tokens_decoder") or {}).values()]
+    listed += read_json(folder / "tokenizer.json").get("added_tokens") or []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         tokens = config.get(name) or []
         listed += tokens.values() if isinstance(tokens, dict) else tokens
     for token in listed:
         text = token["content"] if isinstance(token, dict) else token
         if text not in added:
-            raise UserError(
-                f"{path}: token {text!r:.50}: must be one of tokenizer.json's added_tokens"
-            )
+            raise UserError(f"{folder}: added token {text!r:.50}: must be one of the tokenizer's")
 
 
 def begins_with(processor, bos):
@@ -2909,8 +2915,13 @@ def read_hf_tokenizer(folder, path, vocab_size):
             f"TOKENIZER_PATH={path!r}: has {tokenizer.vocab_size} tokens; must have the model's "
             f"{vocab_size}"
         )
-    if path == str(own) and vocab_size == tokenizer.vocab_size:
+    if path != str(own):
+        return tokenizer
+    if vocab_size == tokenizer.vocab_size:
         return with_template(folder, tokenizer)
+    # Four rows more are those of the roles, not of tokens that somebody else added.
+    names, _, _ = sentencepiece_pieces(tokenizer.proto)
+    check_added(folder, {*names, *ROLE_TOKENS})
     return tokenizer
 
 
@@ -3086,12 +3097,13 @@ def listed_templates(facts):
     return [{"name": name, "template": facts[fact]} for name, fact in names.items()]
 
 
-def response_template(bos):
-    """Return RESPONSE_TEMPLATE with the ends of an answer.
+def response_template(tokenizer, added, pad):
+    """Return RESPONSE_TEMPLATE with the tokens that end an answer, or fill its row of a batch.
 
-    A row of a batch that has ended is filled with BOS, which would count as another answer.
+    added: text -> id of the added tokens; pad: the text of the one that fills rows.
     """
-    content = {"close": ["<|end|>", bos], "content": "text"}
+    ends = {*stop_ids(tokenizer), added.get(pad)}
+    content = {"close": [text for text, i in added.items() if i in ends], "content": "text"}
     return RESPONSE_TEMPLATE | {"fields": RESPONSE_TEMPLATE["fields"] | {"content": content}}
 
 
@@ -3104,12 +3116,8 @@ def tokenizer_files(tokenizer):
     facts = tokenizer.facts
     flags = facts.get("flags", {})
     bos_id = tokenizer.bos_id
-    proto = tokenizer.content
-    if "sentencepiece" in facts:
-        proto = base64.b64decode(facts["sentencepiece"])
-    is_sentencepiece = "sentencepiece" in facts or tokenizer.file == "tokenizer.model"
-    if is_sentencepiece:
-        added, parts = sentencepiece_json(proto)
+    if tokenizer.proto:
+        added, parts = sentencepiece_json(tokenizer.proto)
     else:
         parts = byte_level_json(tokenizer)
         added = facts.get("added", {"<|endoftext|>": bos_id})
@@ -3141,14 +3149,14 @@ def tokenizer_files(tokenizer):
         template = read_tool("chat_template.jinja").decode()  # the layout of asked_ids
         if not begin_ids(tokenizer):
             template = template.replace("{{- bos_token }}\n", "")
-        config["response_template"] = response_template(bos)
+        config["response_template"] = response_template(tokenizer, added, names["pad_token"])
     if template:
         config["chat_template"] = template
     files = {"tokenizer_config.json": json_bytes(config)}
     parts |= {"version": "1.0", "added_tokens": tokens, "post_processor": processor}
     files["tokenizer.json"] = json_bytes(parts)
-    if is_sentencepiece:
-        files["tokenizer.model"] = proto
+    if tokenizer.proto:
+        files["tokenizer.model"] = tokenizer.proto
     return files
 
 
@@ -3253,6 +3261,9 @@ def own_files(source, network):
     tokenizer = model_tokenizer(source)
     files = tokenizer_files(tokenizer)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(stop_ids(tokenizer))}
+    # What fills the rows of a batch that have ended: no text of an answer, as an end might be.
+    pad = tokenizer.facts.get("names", {}).get("pad_token")
+    pad_id = tokenizer.facts.get("added", {}).get(pad, tokenizer.bos_id)
     try:
         config = hf_config(network.config)
         # Copies, because safetensors takes no views.
@@ -3277,7 +3288,7 @@ def own_files(source, network):
     return files | {
         "model.safetensors": save_safetensors(state),
         "config.json": json_bytes(config | ids | {"dtype": "float32"}),
-        "generation_config.json": json_bytes(ids | {"pad_token_id": ids["eos_token_id"][0]}),
+        "generation_config.json": json_bytes(ids | {"pad_token_id": pad_id}),
     }
 
 
@@ -3715,9 +3726,12 @@ def gguf_byte_level(values, config):
     vocab = {}
     added = []
     for i, (text, kind) in enumerate(zip(values["tokens"], values["token_type"], strict=True)):
-        if kind == GGUF_NORMAL:
-            vocab[text] = i
-        elif kind != GGUF_UNUSED:
+        if kind == GGUF_UNUSED:
+            continue
+        if text in vocab:
+            raise UserError(f"tokenizer.ggml.tokens: {text!r:.50} stands at {vocab[text]} and {i}")
+        vocab[text] = i
+        if kind != GGUF_NORMAL:
             added.append({"id": i, "content": text, "special": kind != GGUF_USERS})
     is_llama = split == "llama-bpe"
     begin = [{"Sequence": {"id": "A"}}]

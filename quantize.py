@@ -721,6 +721,7 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    proto: bytes = b""  # the SentencePiece model, if the file has one
     encode: Callable = None  # text -> ids; this and what follows are of add_encoder
     encode_marked: Callable = None
     roles: dict = None
@@ -792,7 +793,7 @@ def sentencepiece_tokenizer(file, content, proto):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, drops_space)
+    return Tokenizer(file, content, model.bos_id(), pieces, drops_space, proto)
 
 
 # === end: tokenizer ===

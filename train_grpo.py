@@ -948,6 +948,7 @@ class Tokenizer:
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    proto: bytes = b""  # the SentencePiece model, if the file has one
     encode: Callable = None  # text -> ids; this and what follows are of add_encoder
     encode_marked: Callable = None
     roles: dict = None
@@ -1019,7 +1020,7 @@ def sentencepiece_tokenizer(file, content, proto):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, drops_space)
+    return Tokenizer(file, content, model.bos_id(), pieces, drops_space, proto)
 
 
 # === end: tokenizer ===
@@ -1190,10 +1191,8 @@ def add_encoder(tokenizer):
     facts = ENCODINGS.get(name, {})
     if facts and tokenizer.sha256 != facts["sha256"]:
         raise UserError(f"tokenizer {name}: is not the published rank file")
-    proto = tokenizer.content
     if tokenizer.content.startswith(b"{"):  # of an imported model
         facts = json.loads(tokenizer.content)
-        proto = base64.b64decode(facts.get("sentencepiece", ""))
     tokenizer.facts = facts
     tokenizer.roles = {}
     if name == "bytes":
@@ -1204,7 +1203,7 @@ def add_encoder(tokenizer):
         tokenizer.encode = encoder.encode
         tokenizer.encode_marked = encoder.encode_marked
     else:
-        model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
         marks = AddedTokens(facts.get("added", {}), facts)
         tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
         tokenizer.encode = lambda text: model.encode(check_unicode(text))

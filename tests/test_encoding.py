@@ -244,6 +244,10 @@ def test_a_sentencepiece_model_without_a_template_stays(llama2):
     (llama2 / "tokenizer_config.json").unlink()
     tokenizer = C.read_hf_tokenizer(llama2, "", 300)
     assert tokenizer.file == "tokenizer.model"
+    assert C.read_hf_tokenizer(llama2, "", 304).file == "tokenizer.model"  # the roles beside it
+    write_json(llama2 / "tokenizer_config.json", {"extra_special_tokens": ["<|im_end|>"]})
+    fault = r"added token '<\|im_end\|>': must be one of the tokenizer's"
+    refusal(C.UserError, fault, C.read_hf_tokenizer, llama2, "", 304)
     refusal(C.UserError, "--set: the model has no chat template", C.with_values, tokenizer, ["a=1"])
 
 

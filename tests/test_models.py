@@ -5,6 +5,7 @@ tensor byte for byte.
 import functools
 import itertools
 import json
+import logging
 import re
 import shutil
 import unicodedata
@@ -241,21 +242,54 @@ def test_exports_are_the_model(transformers, imported, copied, tmp_path, name):
     assert torch.equal(again(texts()).logits, model(texts()).logits)
 
 
-@pytest.mark.parametrize("preset", ["llama", "qwen2", "qwen3", "qwen3_5"])
-def test_presets_are_models_of_transformers(transformers, tmp_path, preset):
-    """A network that train_gpt.py makes is exported, loads as the preset's class, and has its logits."""
+@pytest.mark.parametrize(
+    ("preset", "tied"), [("llama", "1"), ("qwen2", "0"), ("qwen3", "1"), ("qwen3_5", "0")]
+)
+@torch.no_grad()
+def test_presets_are_models_of_transformers(
+    transformers, tmp_path, monkeypatch, caplog, preset, tied
+):
+    """A network that train_gpt.py makes is exported, loads as the preset's class, and has its logits.
+
+    Nothing is warned of. Saved by transformers it is the same model. Greedy texts behind prompts with
+    padding are those of sample.py.
+    """
     environ = dict(ARCH_MODE=preset, MODEL_DIM="64", NUM_HEADS="4", NUM_LAYERS="4")
+    environ["TIE_EMBEDDINGS"] = tied
     settings = T.load_settings(T.Settings, environ, presets={"ARCH_MODE": T.ARCH_PRESETS})
     torch.manual_seed(0)
     network = T.GPT(T.model_config(settings, VOCAB, 1))
     add_noise(network, 0.1)
     convert("export", save(tmp_path / "run", 1, network).parent, tmp_path / "exported")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert type(model).__name__.lower() == preset + "forcausallm"
-    ids = texts()
-    expected = model(ids).logits
-    assert expected.std() > 0.3 and (network(ids) - expected).abs().max() < 1e-4
     assert network.config.layers == ("g g g a" if preset == "qwen3_5" else "a a a a")
+    ids = texts(2, 40)
+    wanted = network(ids)
+    prompts = [ids[0].tolist(), ids[1, 33:].tolist()]
+    samples = sample.generate(network, prompts, 1, 12, 0.0, [(0,), (1,)], frozenset())
+    ends = [samples[0].ids[4], samples[1].ids[7]]
+    samples = sample.generate(network, prompts, 1, 12, 0.0, [(0,), (1,)], frozenset(ends))
+    mask = torch.ones_like(ids)
+    mask[1, :33] = 0
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level("WARNING", "transformers")
+    for name in ("exported", "again"):
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, output_loading_info=True
+        )
+        assert type(model).__name__.lower() == preset + "forcausallm" and not any(loading.values())
+        assert model.generation_config.eos_token_id == [1, 263]
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == (tied == "1")
+        logits = model(ids).logits
+        assert logits.std() > 0.3 and (logits - wanted).abs().max() < 1e-4
+        model.generation_config.eos_token_id = ends
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+        for row, expected in zip(found[:, 40:].tolist(), samples, strict=True):
+            count = len(expected.ids)
+            assert row[:count] == expected.ids and set(row[count:]) <= {1}
+        model.generation_config.eos_token_id = [1, 263]
+        model.save_pretrained(tmp_path / "again")
+    # Of packages that are not installed alone.
+    assert {entry.name for entry in caplog.records} <= {"transformers.integrations.hub_kernels"}
 
 
 def test_a_folder_of_several_files_with_images(imported, tmp_path):
@@ -668,6 +702,7 @@ ODD_TOKENIZERS = (  # a place in a good tokenizer.json, what stands there instea
     ),
     ("added_tokens", [], r"bos_token .* must be one of tokenizer.json's added_tokens"),
     ("added_tokens 0 id", 7, "two tokens have one id, or one has two"),
+    ("added_tokens 0 id", 639, "'<.endoftext.>' has the id 639: must be 600, as"),
     ("added_tokens 0 content", "", "added token '': is empty, or has two ids"),
     ("model", [], "tokenizer.json: is not understood: TypeError"),
     ("model byte_fallback", True, "model BPE: must be byte-level BPE"),
@@ -679,7 +714,7 @@ ODD_TOKENIZERS = (  # a place in a good tokenizer.json, what stands there instea
 ODD_CONFIGS = (
     ([], "tokenizer_config.json: must be a JSON object, and is .."),
     ({"bos_token": 7}, "bos_token=7: must be a text"),
-    ({"extra_special_tokens": ["<x>"]}, "token '<x>': must be one of tokenizer.json's added"),
+    ({"extra_special_tokens": ["<x>"]}, "added token '<x>': must be one of the tokenizer's"),
     ({"added_tokens_decoder": {"9": {"content": "<x>"}}}, "token '<x>': must be one of"),
     ({"chat_template": 7}, "chat_template: must be a text, or several with one named default"),
     ({"chat_template": "{% unknown %}"}, "chat template: Encountered unknown tag 'unknown'"),

@@ -137,6 +137,7 @@ def test_files_of_an_export(exported, transformers, monkeypatch, tmp_path):
     assert config["architectures"] == ["AutoModelForCausalLM"]  # for `transformers serve`
     assert model.generation_config.pad_token_id == BYTES.bos_id
     model.save_pretrained(tmp_path / "saved")
+    assert read_json(tmp_path / "saved" / "config.json")["architectures"] == config["architectures"]
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", trust_remote_code=True, dtype=torch.bfloat16
     )
@@ -193,6 +194,7 @@ def make_tokenizer(kind, run, folder):
     if kind == "imported":
         train_tokenizer("llama3").save(str(folder / "tokenizer.json"))
         config = dict(bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=TEMPLATE)
+        config |= dict(pad_token="<|im_start|>")
         write_json(folder / "tokenizer_config.json", config)
         path = run / "imported.tiktoken"
         path.write_bytes(C.hf_tokenizer(folder, 1000).content)
@@ -234,7 +236,10 @@ def test_the_tokenizer(exported, transformers, tmp_path, kind):
     batch = found(["a", "the cat"], padding=True, return_tensors="pt")
     lengths = [len(begin) + len(tokenizer.encode(text)) for text in ("a", "the cat")]
     assert batch.attention_mask.sum(1).tolist() == lengths and batch.attention_mask[:, -1].all()
-    assert model.generation_config.eos_token_id == sorted(sample.stop_ids(tokenizer))
+    generation = model.generation_config
+    assert generation.eos_token_id == sorted(sample.stop_ids(tokenizer))
+    assert generation.pad_token_id == found.pad_token_id
+    assert generation.pad_token_id == (601 if kind == "imported" else bos)
     if kind == "unigram":
         return  # has no roles
     messages = [{"role": role, "content": text} for role, text in CONVERSATION]
@@ -272,6 +277,7 @@ def test_conversations_with_tools(exported, transformers, tmp_path):
     assert ids == sample.asked_ids(sample.load_tokenizer("bytes"), turns)
     answer = '<think>\nso\n</think>\n\n<tool_call>{"name": "time", "arguments": {"zone": 1}}</tool_call><|end|>'
     answer += found.pad_token * 2  # as in a batch
+    assert found.response_template["fields"]["content"]["close"] == [found.bos_token, "<|end|>"]
     reply = found.parse_response(answer, prefix="<|assistant|>")
     assert reply["tool_calls"] == [{"type": "function", "function": function}]
     assert reply["reasoning_content"].strip() == "so" and not reply.get("content")

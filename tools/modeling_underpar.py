@@ -962,6 +962,17 @@ class UnderparConfig(PretrainedConfig):
             others.setdefault(name, shape.bos_id)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
 
+    def to_dict(self):
+        """Return the content of config.json.
+
+        `transformers serve` looks for a name of architectures in its own package, and has the class
+        that goes by auto_map. save_pretrained writes the class's own name.
+        """
+        content = super().to_dict()
+        if content["architectures"] == ["UnderparForCausalLM"]:
+            content["architectures"] = ["AutoModelForCausalLM"]
+        return content
+
 
 def check_positions(position_ids, expected, mask):
     """Raise ValueError for other positions than expected (B, T) of tokens where mask (B, T) is True."""
