@@ -169,6 +169,7 @@ class Settings:
     optimizer: Literal["muon", "lion", "adamw", "adafactor", "adamw8bit"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
+    head_lr: float = 0.008  # learning rate of an output head that is not tied
     scalar_lr: float = 0.02  # learning rate of gains, mixes, convolutions, GDN's decay and step
     muon_wd: float = 0.04  # decoupled weight decay of matrices, under every optimizer
     grad_clip_norm: float = 0.0  # largest global gradient norm; 0: no clipping
@@ -231,7 +232,6 @@ OTHER_NAMES = {
     "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
-    "HEAD_LR": 0.004,
     "HOLDOUT_TOKENS": 131072,
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
@@ -312,6 +312,7 @@ OUR_SETTINGS = {
     "GDN_LIGHT",
     "GRAD_CLIP_NORM",
     "GROUP_SIZE",
+    "HEAD_LR",
     "HELD_OUT",
     "IMPORTANCE",
     "INIT_FROM",
@@ -2473,7 +2474,7 @@ class AdamW8bit(DecoupledOptimizer):
 
 
 # What OPTIMIZER names, beside Muon. A new one is a line here and a word in the setting's choices; in
-# train_gpt.py it also has rates in OPTIMIZER_PRESETS and perhaps in OTHER_HEAD_LRS.
+# train_gpt.py it also has rates in OPTIMIZER_PRESETS.
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True),
     "adamw8bit": AdamW8bit,
@@ -4446,22 +4447,18 @@ def write_result(run, values, content):
 
 
 # -------------------------------------------------------------------------------------------- main
-# Learning rates of matrices and embeddings per optimizer: the best of a few, by 60 to 300 steps of
-# a small network on web text (docs/lab/2026-11.md). Values that are given override them.
+# Learning rates of matrices, embeddings and an untied head per optimizer: the best of a few, by 60 to 300 steps of
+# a small network on web text (docs/lab/2026-11.md). Values that are given override them. A wide head needs less: at
+# 256 wide and with tables under AdamW 0.004 was better than 0.008, at 128 wide 0.008 is.
 # torch.optim.Adafactor takes min(rate, 1 / sqrt(step)): 0.1 counts for its first 100 steps alone,
 # and the warmdown where it is below 1 / sqrt(step).
 OPTIMIZER_PRESETS = {
-    "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03},
-    "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004},
-    "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01},
-    "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4},
-    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.02},
+    "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03, "head_lr": 0.008},
+    "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004, "head_lr": 0.002},
+    "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01, "head_lr": 0.004},
+    "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4, "head_lr": 0.1},
+    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.02, "head_lr": 0.004},
 }
-# Learning rate of an untied output head. Parameter Golf's 0.008 lost 0.01 bits per byte at 256 wide
-# (docs/lab/2026-11.md, 2026-11-25). Lion moves every weight by the whole rate, and Adafactor by a share of
-# the tensor's root mean square.
-HEAD_LR = 0.004
-OTHER_HEAD_LRS = {"lion": 0.002, "adafactor": 0.1}
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
@@ -4479,6 +4476,7 @@ IMPORTED_DEFAULTS = {
     "optimizer": "adamw",
     "matrix_lr": 1e-5,
     "tied_embed_lr": 1e-5,
+    "head_lr": 1e-5,
     "scalar_lr": 1e-5,
     "muon_wd": 0.0,
     "ema": False,
@@ -4507,13 +4505,6 @@ def shape_settings(given):
     del values["vocab_size"]
     values["train_seq_len"] = min(config.train_seq_len, Settings.train_seq_len)
     return {**values, **imported, **ARCH_PRESETS[given.get("ARCH_MODE", "D")]}
-
-
-def head_rate(settings, start):
-    """Return the learning rate of an untied head; of an imported one it is that of the matrices."""
-    if start and is_imported(start.config, start.tokenizer.name):
-        return settings.matrix_lr
-    return OTHER_HEAD_LRS.get(settings.optimizer, HEAD_LR)
 
 
 def start_config(settings, config):
@@ -4918,22 +4909,53 @@ def warn_of_large_controls(network, log):
             )
 
 
-def make_optimizers(network, settings, head_lr, runtime):
-    """Return the optimizers of a network. head_lr: learning rate of an untied head."""
-    classes = parameters_by_class(dict(network.named_parameters()))
+class RowRMSprop(torch.optim.Optimizer):
+    """RMSprop with one mean square for each row, without momentum or decay: for rarely read rows.
+
+    A row that is read once takes a step of 1 / sqrt(1 - beta2) times the rate, and waits for its next
+    reading. AdamW, with moments of each weight, learned less (docs/lab/2026-11.md, 2026-11-27).
+    """
+
+    def __init__(self, groups):
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self):
+        """Update state and weights."""
+        _, beta2 = ADAM_BETAS
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if "mean_square" not in state:  # also after a checkpoint of older versions
+                    state["updates"] = param.new_zeros(())
+                    state["mean_square"] = param.new_zeros(len(param), 1)
+                norm = torch.linalg.vector_norm(param.grad, dim=1, keepdim=True)
+                state["mean_square"].lerp_(norm.square() / param.size(1), 1 - beta2)
+                state["updates"] += 1
+                unbiased = state["mean_square"] / (1 - beta2 ** state["updates"])
+                param.addcmul_(param.grad, -group["lr"] / (unbiased.sqrt() + ADAM_EPS))
+
+
+def make_optimizers(network, settings, runtime):
+    """Return the optimizers of a network."""
+    params = dict(network.named_parameters())
+    hashed = params.pop("ngram_embed", None)
+    classes = parameters_by_class(params)
     matrices = dict(params=classes["matrix"], lr=settings.matrix_lr, weight_decay=settings.muon_wd)
     embeddings = dict(
         params=classes["embedding"],  # a tied one is the output head, too
         lr=settings.tied_embed_lr,
         weight_decay=0.0,
     )
-    head = dict(params=classes["head"], lr=head_lr, weight_decay=0.0)
+    tables = {**embeddings, "params": [] if hashed is None else [hashed]}
+    head = dict(params=classes["head"], lr=settings.head_lr, weight_decay=0.0)
     # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
     controls = dict(params=classes["control"], lr=settings.scalar_lr, weight_decay=0.0)
     adamw = OPTIMIZERS["adamw"]
     if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
-        return [Muon([matrices], runtime, network.dtype), adamw([embeddings, head, controls])]
-    return [OPTIMIZERS[settings.optimizer]([matrices, embeddings, head]), adamw([controls])]
+        muon = Muon([matrices], runtime, network.dtype)
+        return [muon, adamw([embeddings, head, controls]), RowRMSprop([tables])]
+    return [OPTIMIZERS[settings.optimizer]([matrices, embeddings, tables, head]), adamw([controls])]
 
 
 @torch.no_grad()
@@ -4986,7 +5008,7 @@ def main():
     network.activation_checkpointing = settings.activation_checkpointing
     network.dtype = activation_dtype(settings.dtype, device)
     model = compile_model(network, settings)
-    optimizers = make_optimizers(network, settings, head_rate(settings, start), runtime)
+    optimizers = make_optimizers(network, settings, runtime)
     optimizer_state = OptimizerState(optimizers, dict(network.named_parameters()))
     averages = {}
     if settings.ema:

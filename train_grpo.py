@@ -263,7 +263,6 @@ OTHER_NAMES = {
     "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
-    "HEAD_LR": 0.004,
     "HOLDOUT_TOKENS": 131072,
     "LATE_QAT": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
@@ -344,6 +343,7 @@ OUR_SETTINGS = {
     "GDN_LIGHT",
     "GRAD_CLIP_NORM",
     "GROUP_SIZE",
+    "HEAD_LR",
     "HELD_OUT",
     "IMPORTANCE",
     "INIT_FROM",
@@ -3266,7 +3266,7 @@ class AdamW8bit(DecoupledOptimizer):
 
 
 # What OPTIMIZER names, beside Muon. A new one is a line here and a word in the setting's choices; in
-# train_gpt.py it also has rates in OPTIMIZER_PRESETS and perhaps in OTHER_HEAD_LRS.
+# train_gpt.py it also has rates in OPTIMIZER_PRESETS.
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True),
     "adamw8bit": AdamW8bit,

@@ -150,7 +150,7 @@ def test_after_the_warm_up_neither_training_nor_evaluation_compiles(tmp_path):
     of = batches(make_stream(tmp_path, "a", tokens))
     net = T.GPT(T.model_config(cfg, 64, 1))
     model = torch.compile(net, dynamic=False, fullgraph=True)
-    optimizers = T.make_optimizers(net, cfg, T.HEAD_LR, of.runtime)
+    optimizers = T.make_optimizers(net, cfg, of.runtime)
     before = [param.detach().clone() for param in net.parameters()]
     T.warm_up(model, optimizers, of, cfg)
     assert all(map(torch.equal, before, net.parameters()))

@@ -387,8 +387,8 @@ def test_an_imported_start_has_defaults_of_its_own(imported):
     given = {**start_from, "OPTIMIZER": "lion", "SCALAR_LR": "0.5"}
     presets = {"OPTIMIZER": T.OPTIMIZER_PRESETS}
     found = T.load_settings(T.Settings, given, (), presets, T.shape_settings)
-    rates = (found.optimizer, found.matrix_lr, found.tied_embed_lr, found.scalar_lr)
-    assert rates == ("lion", 1e-5, 1e-5, 0.5) and found.matrix_bits == 8
+    rates = (found.optimizer, found.matrix_lr, found.tied_embed_lr, found.head_lr, found.scalar_lr)
+    assert rates == ("lion", 1e-5, 1e-5, 1e-5, 0.5) and found.matrix_bits == 8
 
 
 # ----------------------------------------------------------------------- what is refused, what counts

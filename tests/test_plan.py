@@ -106,7 +106,7 @@ def test_memory_is_that_of_optimizers(plan, optimizer):
     settings = T.load_settings(T.Settings, {name: str(value) for name, value in changes.items()})
     network = T.GPT(T.model_config(settings, 256, 1))
     runtime = T.Runtime(0, 1, torch.device("cpu"), False)
-    optimizers = T.make_optimizers(network, settings, T.HEAD_LR, runtime)
+    optimizers = T.make_optimizers(network, settings, runtime)
     for param in network.parameters():
         param.grad = torch.zeros_like(param)
     T.step_optimizers(optimizers, 0.0, torch.tensor(True))

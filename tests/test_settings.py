@@ -402,7 +402,7 @@ def test_stored_values_stand_above_presets_and_below_what_is_given():
     presets = {"OPTIMIZER": T.OPTIMIZER_PRESETS}
     given = {"OPTIMIZER": "lion", "SEED": "3"}
     found = T.load_settings(T.Settings, given, (), presets, stored)
-    changes = dict(optimizer="lion", matrix_lr=5e-4, tied_embed_lr=0.004, seed=3)
+    changes = dict(optimizer="lion", matrix_lr=5e-4, tied_embed_lr=0.004, head_lr=0.002, seed=3)
     assert found == replace(T.Settings(), **changes)
 
 

@@ -300,7 +300,7 @@ def muon_cases(ops: SimpleNamespace, device: str) -> Iterator[tuple[str, str, di
         presets = {"ARCH_MODE": script.ARCH_PRESETS}
         settings = script.load_settings(script.Settings, environ, presets=presets)
         network = script.GPT(script.model_config(settings, 1024, 1)).to(device)
-        muon = script.make_optimizers(network, settings, script.HEAD_LR, runtime)[0]
+        muon = script.make_optimizers(network, settings, runtime)[0]
         # One of our parameters may hold several matrices; torch's Muon needs them one by one.
         matrices = []
         copies = []

@@ -157,7 +157,7 @@ def steps_part(suite: Suite, name: str, compiled: bool, forms: dict | None = Non
     flops = bench.flops_per_token(network, settings.train_seq_len).total()
     network.to(suite.device)
     script.FAST.update(forms or {})
-    optimizers = script.make_optimizers(network, settings, script.HEAD_LR, suite.runtime)
+    optimizers = script.make_optimizers(network, settings, suite.runtime)
     model = torch.compile(network, dynamic=False, fullgraph=True) if compiled else network
     if suite.cuda:
         torch.cuda.reset_peak_memory_stats()
