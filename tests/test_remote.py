@@ -334,6 +334,8 @@ def test_what_transformers_asks_of_a_model(exported, transformers, tmp_path, nam
         options["tokenizer"] = object()  # as `transformers serve` gives one
         wanted = model.generate(ids, **options)[:, 40:]
         assert torch.equal(model.generate(inputs_embeds=embeds, **options), wanted)
+        options["past_key_values"] = model(ids[:, :30], use_cache=True).past_key_values
+        assert torch.equal(model.generate(inputs_embeds=embeds, **options), wanted)
 
     loss.backward()
     gradients = [param.grad for param in model.parameters()]

@@ -1196,19 +1196,21 @@ class UnderparForCausalLM(UnderparPreTrainedModel, GenerationMixin):
         past_key_values=None,
         inputs_embeds=None,
         position_ids=None,
+        is_first_iteration=False,
         **kwargs,
     ):
         """Return the arguments of `forward`: behind a cache the tokens that it does not have."""
-        if past_key_values is not None:
-            if next_sequence_length:
-                input_ids = input_ids[:, -next_sequence_length:]
-            inputs_embeds = None
-        elif inputs_embeds is not None:
+        begin = -(next_sequence_length or 0)
+        if inputs_embeds is not None and is_first_iteration:
             input_ids = None  # transformers generates with a cache then
+            inputs_embeds = inputs_embeds[:, begin:]
+        else:
+            input_ids = input_ids[:, begin:]
+            inputs_embeds = None
         if position_ids is not None:
             count = (input_ids if inputs_embeds is None else inputs_embeds).size(1)
             position_ids = position_ids[:, -count:]
-        for name in ("labels", "is_first_iteration", "tokenizer", "assistant_tokenizer"):
+        for name in ("labels", "tokenizer", "assistant_tokenizer"):
             kwargs.pop(name, None)
         return {
             **kwargs,
