@@ -5256,7 +5256,8 @@ def read_examples(settings, parse, log):
     if not train or len(held_out) < 2:
         raise UserError(
             f"VAL_FILES={settings.val_files!r}: {len(held_out)} rows held out, {len(train)} of other "
-            "prompts to train on; must be 2 and 1 at least"
+            "prompts to train on; must be 2 and 1 at least: without VAL_FILES one prompt in ten is "
+            "held out, so write more rows"
         )
     log(
         f"data: {len(train)} rows to train on, {len(choice)} to choose between averages, "
@@ -5364,7 +5365,7 @@ def score_table(columns, names):
 
 # === shared: start ===
 # A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
+HANG_SECONDS = 300.0
 
 
 def imported_defaults(lora_rank):

@@ -4467,7 +4467,7 @@ TTT_CHUNK_SIZE = 64
 TTT_LORA_LR = 0.004  # 0.002 gained less, 0.01 lost (docs/lab.md)
 TTT_BETAS = (0.9, 0.99)
 # A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
+HANG_SECONDS = 300.0
 
 
 # A start that was imported keeps what it knows at a low rate. Packing takes all the bytes it needs:

@@ -6106,7 +6106,7 @@ def score_table(columns, names):
 
 # === shared: start ===
 # A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 120.0
+HANG_SECONDS = 300.0
 
 
 def imported_defaults(lora_rank):
