@@ -4847,7 +4847,7 @@ class Run(Stateful):
             elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
                 raise UserError(
                     f"RUN_ID={run_id!r}: must be a plain name that no run in OUT_DIR has; RESUME "
-                    "continues a run"
+                    "continues a run, and one that has saved nothing may be deleted"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
             self.log.open(self.folder, make_tracker(self.settings, self.folder, checkpoint))
