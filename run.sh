@@ -45,9 +45,13 @@ setup() {
     say "Set-up: .venv is up to date ($BUILD)"
     return
   fi
+  if [ -L .venv ] || { [ -e .venv ] && [ ! -e .venv/stamp ]; }; then
+    fail "run.sh did not make this .venv and would empty it: move it away, or go on without run.sh (README.md)"
+  fi
   find_python
   say "Set-up: .venv with $("$PYTHON" --version)"
   "$PYTHON" -m venv --clear .venv
+  echo unfinished >.venv/stamp
   if [ "$BUILD" = cpu ]; then
     say "Set-up: PyTorch, the CPU build"
     # PyTorch's own index first: elsewhere a Linux wheel brings gigabytes of CUDA.

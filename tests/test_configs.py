@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -188,6 +189,22 @@ def test_run_sh_finds_out_which_data_to_make(tmp_path):
         "grpo 1": "fineweb",  # it names no folder
     }.items():
         assert with_config(code, case, tmp_path) == f"{made}\n", case
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_run_sh_leaves_an_environment_of_others_as_it_is(tmp_path, link):
+    """Before 2026-11-27 it emptied any .venv, also behind a link."""
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    others = tmp_path / ("theirs" if link else ".venv")
+    others.mkdir()
+    (others / "package").touch()
+    if link:
+        (others / "stamp").write_text("of another version")
+        (tmp_path / ".venv").symlink_to(others)
+    done = subprocess.run([tmp_path / "run.sh", "--setup-only"], capture_output=True, text=True)
+    assert done.returncode == 1 and "run.sh did not make this .venv" in done.stderr
+    assert (others / "package").is_file()
 
 
 # ---------------------------------------------------------------------------------------- tiny runs
