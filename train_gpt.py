@@ -4929,7 +4929,7 @@ class RowRMSprop(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
-                if "mean_square" not in state:  # also after a checkpoint of older versions
+                if not state:
                     state["updates"] = param.new_zeros(())
                     state["mean_square"] = param.new_zeros(len(param), 1)
                 norm = torch.linalg.vector_norm(param.grad, dim=1, keepdim=True)
