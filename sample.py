@@ -2921,12 +2921,15 @@ class GPT(nn.Module):
         positions = torch.arange(ids.size(1), device=ids.device)
         return Context(recent, F.pad(doc, reach), positions, borders)
 
-    def ngrams(self, recent, doc):
+    def ngrams(self, context, sparse=False):
         """Return the hashed embeddings of each token with the one and the two tokens before it.
 
-        (B, T, 2 * BIGRAM_DIM) for recent and doc of Context. Other documents count as BOS. This is
-        BigramHashEmbedding of Parameter Golf, with triples.
+        (B, T, 2 * BIGRAM_DIM). Other documents count as BOS. sparse: the gradient of the tables will
+        be a sparse tensor, which torch.compile cannot make. This is BigramHashEmbedding of Parameter
+        Golf, with triples.
         """
+        recent = context.recent
+        doc = context.doc
         reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
         key = 36313 * recent[:, reach:]
@@ -2936,13 +2939,14 @@ class GPT(nn.Module):
             before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
             key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
-        return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
+        places = torch.stack(places, -1)
+        return F.embedding(places, self.ngram_embed, sparse=sparse).flatten(-2)
 
-    def features(self, ids, doc=None, borders=None, context=None):
+    def features(self, ids, doc=None, borders=None, context=None, ngrams=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         doc and borders: see `context`. Texts that are generated bring a context of their own (Decoder
-        in sample.py).
+        in sample.py), and training on a CPU brings what `ngrams` returns (train_gpt.py).
         """
         config = self.config
         context = context or self.context(ids, doc, borders)
@@ -2958,7 +2962,8 @@ class GPT(nn.Module):
         if config.positions == "learned":
             x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
         if config.bigram_vocab_size:
-            ngrams = self.ngrams(context.recent, context.doc)
+            if ngrams is None:
+                ngrams = self.ngrams(context)
             x = x + linear(ngrams.to(x.dtype), self.w_ngram)
 
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
@@ -2982,9 +2987,9 @@ class GPT(nn.Module):
         logits = linear(x, self.embed if self.head is None else self.head)
         return softcap(logits, self.config.logit_softcap)
 
-    def forward(self, ids, targets=None, borders=None):
+    def forward(self, ids, targets=None, borders=None, ngrams=None):
         """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
-        logits = self.logits(self.features(ids, borders=borders))
+        logits = self.logits(self.features(ids, borders=borders, ngrams=ngrams))
         if targets is None:
             return logits
         logits = logits.flatten(0, 1)

@@ -1981,12 +1981,15 @@ class GPT(nn.Module):
         positions = torch.arange(ids.size(1), device=ids.device)
         return Context(recent, F.pad(doc, reach), positions, borders)
 
-    def ngrams(self, recent, doc):
+    def ngrams(self, context, sparse=False):
         """Return the hashed embeddings of each token with the one and the two tokens before it.
 
-        (B, T, 2 * BIGRAM_DIM) for recent and doc of Context. Other documents count as BOS. This is
-        BigramHashEmbedding of Parameter Golf, with triples.
+        (B, T, 2 * BIGRAM_DIM). Other documents count as BOS. sparse: the gradient of the tables will
+        be a sparse tensor, which torch.compile cannot make. This is BigramHashEmbedding of Parameter
+        Golf, with triples.
         """
+        recent = context.recent
+        doc = context.doc
         reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
         key = 36313 * recent[:, reach:]
@@ -1996,13 +1999,14 @@ class GPT(nn.Module):
             before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
             key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
-        return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
+        places = torch.stack(places, -1)
+        return F.embedding(places, self.ngram_embed, sparse=sparse).flatten(-2)
 
-    def features(self, ids, doc=None, borders=None, context=None):
+    def features(self, ids, doc=None, borders=None, context=None, ngrams=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         doc and borders: see `context`. Texts that are generated bring a context of their own (Decoder
-        in sample.py).
+        in sample.py), and training on a CPU brings what `ngrams` returns (train_gpt.py).
         """
         config = self.config
         context = context or self.context(ids, doc, borders)
@@ -2018,7 +2022,8 @@ class GPT(nn.Module):
         if config.positions == "learned":
             x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
         if config.bigram_vocab_size:
-            ngrams = self.ngrams(context.recent, context.doc)
+            if ngrams is None:
+                ngrams = self.ngrams(context)
             x = x + linear(ngrams.to(x.dtype), self.w_ngram)
 
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
@@ -2042,9 +2047,9 @@ class GPT(nn.Module):
         logits = linear(x, self.embed if self.head is None else self.head)
         return softcap(logits, self.config.logit_softcap)
 
-    def forward(self, ids, targets=None, borders=None):
+    def forward(self, ids, targets=None, borders=None, ngrams=None):
         """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
-        logits = self.logits(self.features(ids, borders=borders))
+        logits = self.logits(self.features(ids, borders=borders, ngrams=ngrams))
         if targets is None:
             return logits
         logits = logits.flatten(0, 1)
@@ -2505,21 +2510,20 @@ def parameters_by_class(params):
     return classes
 
 
-def reduce_gradients(params, runtime, clip, extra):
+def reduce_gradients(grads, runtime, clip, extra):
     """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
 
-    Each rank's gradients are its part of a mean over the global batch.
+    Each rank's gradients are its part of a mean over the global batch. They change in place.
     Return the norm before clipping, 0-d, and the sums of `extra`. clip 0: no clipping.
     """
-    params = list(params)
     if runtime.distributed:
         # One all-reduce for everything: most tensors are too small to have their own.
-        tensors = [*(param.grad for param in params), extra]
+        tensors = [*grads, extra]
         total = runtime.sum(nn.utils.parameters_to_vector(tensors))
         nn.utils.vector_to_parameters(total, tensors)  # in place: they are views of `total` now
-    norm = nn.utils.get_total_norm([param.grad for param in params])
+    norm = nn.utils.get_total_norm(grads)
     if clip:
-        nn.utils.clip_grads_with_norm_(params, clip, norm)
+        torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
     return norm, extra
 
 
@@ -2530,15 +2534,15 @@ def step_optimizers(optimizers, multiplier, finite):
     it: where it is false, gradients and learning rates become 0, so any optimizer of PyTorch fits.
     Momentum and moments then decay by a step.
     """
-    # On a CPU it costs nothing to read `finite`, and saves a pass over all gradients.
-    must_mask = finite.is_cuda or not finite
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = finite * (initial_lr * multiplier)  # 0-d, on the device
-            if must_mask:
-                for param in group["params"]:
+            for param in group["params"]:
+                if finite.is_cuda:
                     param.grad.masked_fill_(~finite, 0.0)
+                elif not finite:  # on a CPU it costs nothing to read it
+                    param.grad.zero_()
         optimizer.step()
 
 
@@ -4616,15 +4620,37 @@ def compile_model(network, settings):
 def forward_backward(model, batches, step):
     """Compute this rank's gradients of the mean loss over the global batch.
 
-    Return this rank's part of that mean, in nats per token.
+    Return this rank's part of that mean, in nats per token. On a CPU the hashed tables have a sparse
+    gradient: a dense one of millions of rows, of which a step reads thousands, took an eighth of a
+    step. Ranks sum dense ones.
     """
+    runtime = batches.runtime
+    table = getattr(model, "ngram_embed", None)
+    is_sparse = (
+        table is not None
+        and batches.settings.optimizer == "muon"
+        and runtime.device.type == "cpu"
+        and not runtime.distributed
+    )
     model.zero_grad()
-    loss = torch.zeros((), device=batches.runtime.device)
-    for inputs in batches.micro_batches(step):
-        part = model(*inputs).sum() / batches.settings.train_batch_tokens
+    loss = torch.zeros((), device=runtime.device)
+    for ids, targets, *borders in batches.micro_batches(step):
+        rows = {}
+        if is_sparse:
+            rows["ngrams"] = model.ngrams(model.context(ids), sparse=True)
+        losses = model(ids, targets, *borders, **rows)
+        part = losses.sum() / batches.settings.train_batch_tokens
         part.backward()
         loss += part.detach()
+    if is_sparse:
+        table.grad = table.grad.coalesce()  # each row once
     return loss
+
+
+def gradients(model):
+    """Return the gradients of a model; of a sparse one the values, which share its memory."""
+    grads = [param.grad for param in model.parameters()]
+    return [grad.values() if grad.is_sparse else grad for grad in grads]
 
 
 def halve_micro_batch(batches, settings):
@@ -4668,7 +4694,6 @@ def warm_up(model, optimizers, batches, settings):
     If memory is short on any rank, the micro-batch is halved. Raises UserError if it cannot be, and
     for a parameter without a gradient.
     """
-    params = list(model.parameters())
     for step in range(WARMUP_STEPS):
         while not fits_memory(model, batches, step):
             halve_micro_batch(batches, settings)
@@ -4679,7 +4704,9 @@ def warm_up(model, optimizers, batches, settings):
                 "and would never be trained; use them, or do not make them"
             )
         nothing = torch.zeros(1, device=batches.runtime.device)
-        norm, _ = reduce_gradients(params, batches.runtime, settings.grad_clip_norm, nothing)
+        norm, _ = reduce_gradients(
+            gradients(model), batches.runtime, settings.grad_clip_norm, nothing
+        )
         step_optimizers(optimizers, 0.0, torch.isfinite(norm))
     with torch.no_grad():
         model(*next(batches.micro_batches(0)))
@@ -4916,7 +4943,8 @@ class RowRMSprop(torch.optim.Optimizer):
     """RMSprop with one mean square for each row, without momentum or decay: for rarely read rows.
 
     A row that is read once takes a step of 1 / sqrt(1 - beta2) times the rate, and waits for its next
-    reading. AdamW, with moments of each weight, learned less (docs/lab/2026-11.md, 2026-11-27).
+    reading. AdamW, with moments of each weight, learned less (docs/lab/2026-11.md, 2026-11-27). Of a
+    sparse gradient, which must be coalesced, only the rows that it has are read and written.
     """
 
     def __init__(self, groups):
@@ -4932,11 +4960,17 @@ class RowRMSprop(torch.optim.Optimizer):
                 if not state:
                     state["updates"] = param.new_zeros(())
                     state["mean_square"] = param.new_zeros(len(param), 1)
-                norm = torch.linalg.vector_norm(param.grad, dim=1, keepdim=True)
-                state["mean_square"].lerp_(norm.square() / param.size(1), 1 - beta2)
+                rows = slice(None)
+                grad = param.grad
+                if grad.is_sparse:
+                    rows = grad.indices()[0]
+                    grad = grad.values()
+                norm = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
+                mean_square = state["mean_square"].mul_(beta2)
+                mean_square[rows] += (1 - beta2) / param.size(1) * norm.square()
                 state["updates"] += 1
-                unbiased = state["mean_square"] / (1 - beta2 ** state["updates"])
-                param.addcmul_(param.grad, -group["lr"] / (unbiased.sqrt() + ADAM_EPS))
+                unbiased = mean_square[rows] / (1 - beta2 ** state["updates"])
+                param[rows] -= grad * (group["lr"] / (unbiased.sqrt() + ADAM_EPS))
 
 
 def make_optimizers(network, settings, runtime):
@@ -5138,7 +5172,7 @@ def main():
             loss = forward_backward(model, batches, run.step)
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         clip = settings.grad_clip_norm
-        norm, extra = reduce_gradients(network.parameters(), runtime, clip, extra)
+        norm, extra = reduce_gradients(gradients(network), runtime, clip, extra)
         loss, stop = extra  # the mean over the global batch now
         finite = torch.isfinite(norm) & torch.isfinite(loss)
 

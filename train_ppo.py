@@ -2753,12 +2753,15 @@ class GPT(nn.Module):
         positions = torch.arange(ids.size(1), device=ids.device)
         return Context(recent, F.pad(doc, reach), positions, borders)
 
-    def ngrams(self, recent, doc):
+    def ngrams(self, context, sparse=False):
         """Return the hashed embeddings of each token with the one and the two tokens before it.
 
-        (B, T, 2 * BIGRAM_DIM) for recent and doc of Context. Other documents count as BOS. This is
-        BigramHashEmbedding of Parameter Golf, with triples.
+        (B, T, 2 * BIGRAM_DIM). Other documents count as BOS. sparse: the gradient of the tables will
+        be a sparse tensor, which torch.compile cannot make. This is BigramHashEmbedding of Parameter
+        Golf, with triples.
         """
+        recent = context.recent
+        doc = context.doc
         reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
         key = 36313 * recent[:, reach:]
@@ -2768,13 +2771,14 @@ class GPT(nn.Module):
             before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
             key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
-        return F.embedding(torch.stack(places, -1), self.ngram_embed).flatten(-2)
+        places = torch.stack(places, -1)
+        return F.embedding(places, self.ngram_embed, sparse=sparse).flatten(-2)
 
-    def features(self, ids, doc=None, borders=None, context=None):
+    def features(self, ids, doc=None, borders=None, context=None, ngrams=None):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         doc and borders: see `context`. Texts that are generated bring a context of their own (Decoder
-        in sample.py).
+        in sample.py), and training on a CPU brings what `ngrams` returns (train_gpt.py).
         """
         config = self.config
         context = context or self.context(ids, doc, borders)
@@ -2790,7 +2794,8 @@ class GPT(nn.Module):
         if config.positions == "learned":
             x = x + F.embedding(positions, self.positions_embed).to(x.dtype)
         if config.bigram_vocab_size:
-            ngrams = self.ngrams(context.recent, context.doc)
+            if ngrams is None:
+                ngrams = self.ngrams(context)
             x = x + linear(ngrams.to(x.dtype), self.w_ngram)
 
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
@@ -2814,9 +2819,9 @@ class GPT(nn.Module):
         logits = linear(x, self.embed if self.head is None else self.head)
         return softcap(logits, self.config.logit_softcap)
 
-    def forward(self, ids, targets=None, borders=None):
+    def forward(self, ids, targets=None, borders=None, ngrams=None):
         """Return the nats of targets (B, T) after ids (B, T), 0 for -1; or logits (B, T, V)."""
-        logits = self.logits(self.features(ids, borders=borders))
+        logits = self.logits(self.features(ids, borders=borders, ngrams=ngrams))
         if targets is None:
             return logits
         logits = logits.flatten(0, 1)
@@ -3261,21 +3266,20 @@ def parameters_by_class(params):
     return classes
 
 
-def reduce_gradients(params, runtime, clip, extra):
+def reduce_gradients(grads, runtime, clip, extra):
     """Sum gradients and `extra` (n,) over ranks, then clip the global norm of the gradients.
 
-    Each rank's gradients are its part of a mean over the global batch.
+    Each rank's gradients are its part of a mean over the global batch. They change in place.
     Return the norm before clipping, 0-d, and the sums of `extra`. clip 0: no clipping.
     """
-    params = list(params)
     if runtime.distributed:
         # One all-reduce for everything: most tensors are too small to have their own.
-        tensors = [*(param.grad for param in params), extra]
+        tensors = [*grads, extra]
         total = runtime.sum(nn.utils.parameters_to_vector(tensors))
         nn.utils.vector_to_parameters(total, tensors)  # in place: they are views of `total` now
-    norm = nn.utils.get_total_norm([param.grad for param in params])
+    norm = nn.utils.get_total_norm(grads)
     if clip:
-        nn.utils.clip_grads_with_norm_(params, clip, norm)
+        torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
     return norm, extra
 
 
@@ -3286,15 +3290,15 @@ def step_optimizers(optimizers, multiplier, finite):
     it: where it is false, gradients and learning rates become 0, so any optimizer of PyTorch fits.
     Momentum and moments then decay by a step.
     """
-    # On a CPU it costs nothing to read `finite`, and saves a pass over all gradients.
-    must_mask = finite.is_cuda or not finite
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = finite * (initial_lr * multiplier)  # 0-d, on the device
-            if must_mask:
-                for param in group["params"]:
+            for param in group["params"]:
+                if finite.is_cuda:
                     param.grad.masked_fill_(~finite, 0.0)
+                elif not finite:  # on a CPU it costs nothing to read it
+                    param.grad.zero_()
         optimizer.step()
 
 
@@ -7427,9 +7431,9 @@ class PPOTrainer(PolicyTrainer, Stateful):
                     for name, part in parts.items():
                         sums[name] += part.sum()
             totals = torch.stack([*sums.values()])
-            norm, totals = reduce_gradients(
-                self.trained.values(), runtime, settings.grad_clip_norm, totals
-            )
+            grads = [param.grad for param in self.trained.values()]
+            clip = settings.grad_clip_norm
+            norm, totals = reduce_gradients(grads, runtime, clip, totals)
             finite = torch.isfinite(norm + totals[0])  # the gradient and the loss
             step_optimizers(self.optimizers, multiplier, finite)
             updates.append({"grad_norm": norm, **dict(zip(UPDATE_SUMS, totals, strict=True))})

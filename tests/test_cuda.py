@@ -80,7 +80,9 @@ def test_gradients_and_a_step_of_muon_in_bfloat16_are_near_those_in_float32():
         optimizers = script.make_optimizers(network, settings, runtime)
         with script.quantized(network, script.quant_table(settings)):
             network(*batch()).mean().backward()
-        norm, _ = script.reduce_gradients(network.parameters(), runtime, 0.3, torch.zeros(1))
+        norm, _ = script.reduce_gradients(
+            [param.grad for param in network.parameters()], runtime, 0.3, torch.zeros(1)
+        )
         script.step_optimizers(optimizers, 1.0, norm.isfinite())
         moves.append(
             [w.detach() - old for w, old in zip(network.parameters(), before, strict=True)]

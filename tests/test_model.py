@@ -95,7 +95,7 @@ def test_hashed_pairs_and_triples_by_hand():
     net = network(5, bigram_vocab_size=50)
     ids = tokens(5, 2, 40)
     context = net.context(ids)
-    found = net.ngrams(context.recent, context.doc)
+    found = net.ngrams(context)
     for row, text in enumerate(ids.tolist()):
         for place, token in enumerate(text):
             start = max(at for at in range(place + 1) if text[at] == 1)

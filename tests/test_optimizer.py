@@ -1,5 +1,6 @@
 """Every optimizer against formulas, groups, steps that are not finite, state, splits."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -123,6 +124,12 @@ def test_row_rmsprop_against_float64():
     grads = torch.randn(60, 20, 5) * torch.logspace(-6, 1, 20)[:, None] * read
     param = nn.Parameter(start.clone())
     steps(T.RowRMSprop(group(param, lr=0.01)), [param], grads)
+    sparse = nn.Parameter(start.clone())
+    optimizer = T.RowRMSprop(group(sparse, lr=0.01))
+    for grad in grads:
+        sparse.grad = grad.to_sparse(1)
+        optimizer.step()
+    torch.testing.assert_close(sparse, param, rtol=1e-6, atol=1e-7)
     exact = start.double()
     mean_square = torch.zeros(20, 1, dtype=torch.float64)
     for count, grad in enumerate(grads.double(), start=1):
@@ -284,7 +291,46 @@ def test_clipping_bounds_the_global_norm():
         param.grad = torch.randn_like(param)
     expected = torch.cat([param.grad.flatten() for param in params])
     expected *= 0.1 / expected.norm()
-    norm, extra = T.reduce_gradients(params, ALONE, 0.1, torch.tensor([1.5, 0.0, 3.0]))
+    norm, extra = T.reduce_gradients(
+        [param.grad for param in params], ALONE, 0.1, torch.tensor([1.5, 0.0, 3.0])
+    )
     assert extra.tolist() == [1.5, 0.0, 3.0] and norm > 100
     clipped = torch.cat([param.grad.flatten() for param in params])
     assert (clipped - expected).abs().max() < 1e-6
+
+
+def test_sparse_gradients_of_tables_are_the_dense_ones():
+    """Of a step in two parts, with tokens that several places read; norm and clipping see them, too."""
+    torch.manual_seed(7)
+    network = make()
+    nn.init.normal_(network.ngram_embed)
+    nn.init.normal_(network.head)
+    parts = [(torch.randint(9, (2, 30)), torch.randint(64, (2, 30))) for _ in range(2)]
+    found = {}
+    for optimizer in ("muon", "adamw"):
+        settings = T.Settings(train_batch_tokens=120, optimizer=optimizer)
+        batches = SimpleNamespace(runtime=ALONE, settings=settings)
+        batches.micro_batches = lambda step: parts
+        loss = T.forward_backward(network, batches, 0)
+        is_sparse = network.ngram_embed.grad.is_sparse
+        assert is_sparse == (optimizer == "muon")
+        norm, _ = T.reduce_gradients(T.gradients(network), ALONE, 0.01, torch.zeros(1))
+        table = network.ngram_embed.grad.to_dense()
+        assert (table != 0).any(1).sum() < 100
+        found[optimizer] = [loss, norm, table, network.w_ngram.grad.clone()]
+    torch.testing.assert_close(*found.values())
+    assert norm > 0.01
+
+
+def test_a_step_without_finite_gradients_moves_no_row_of_a_sparse_one():
+    training = Training("muon")
+    before = training.weights()
+    for param in training.params.values():
+        param.grad = torch.full_like(param, math.nan)
+    table = training.params["ngram_embed"]
+    values = table.grad[:3]
+    table.grad = torch.sparse_coo_tensor([[2, 0, 5]], values, table.shape).coalesce()
+    T.step_optimizers(training.optimizers, 1.0, torch.tensor(False))
+    assert all(equal(before, training.weights()))
+    states = training.states()
+    assert states and all(state.isfinite().all() for state in states)

@@ -260,7 +260,8 @@ def train(script: ModuleType, network: nn.Module, optimizers, settings, length: 
         logps, _ = script.token_logps(network, full_batch(rows, length), 1.0)
         logps.sum().backward()
     alone = script.Runtime(0, 1, torch.device("cpu"), False)
-    script.reduce_gradients(trained, alone, settings.grad_clip_norm, torch.zeros(1))
+    grads = [param.grad for param in trained]
+    script.reduce_gradients(grads, alone, settings.grad_clip_norm, torch.zeros(1))
     script.step_optimizers(optimizers, 1.0, torch.tensor(True))
 
 
