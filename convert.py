@@ -137,7 +137,8 @@ def report_error(text):
 def exit_code(main):
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
 
-    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C.
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
+    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
     """
     rank = os.environ.get("RANK", "0")
     open_streams()
@@ -152,6 +153,9 @@ def exit_code(main):
     except BrokenPipeError:
         drop_stream(sys.stdout)
         return 141  # 128 and SIGPIPE
+    except KeyboardInterrupt:
+        report_error("stopped by SIGINT: nothing was saved")
+        return 130  # 128 and SIGINT
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank != "0":
             # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
@@ -694,6 +698,7 @@ class TemplateProcess:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 env={**os.environ, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it
             )
             self.owner = os.getpid()
         with contextlib.suppress(BrokenPipeError):
@@ -2009,8 +2014,8 @@ def find_tokenizer(source, tokenizer_path, read):
 def write_folder(out, files):
     """Write a new folder of files and their SHA-256 sums.
 
-    files: name -> bytes, or a function that writes a file of this path. Raises OSError; then there is
-    no folder.
+    files: name -> bytes, or a function that writes a file of this path. Raises OSError. After an error
+    or Ctrl-C there is no folder.
     """
     out.mkdir()
     try:
@@ -2023,8 +2028,10 @@ def write_folder(out, files):
         # The sums come last: without them the folder is no checkpoint.
         replace_file(out / "SHA256SUMS", "".join(sums).encode())
     except Exception as error:  # each package has its own for a full disk
-        shutil.rmtree(out, ignore_errors=True)
         raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
+    finally:
+        if not (out / "SHA256SUMS").exists():
+            shutil.rmtree(out, ignore_errors=True)
 
 
 # === end: models ===
@@ -3193,9 +3200,6 @@ def import_folder(folder, args):
         shape["vocab_size"] = tokenizer.vocab_size
     network = GPT(GPTConfig(**shape))
     read_hf_tensors(folder, network)
-    args.out.mkdir()
-    if tokenizer.file != "bytes":
-        replace_file(args.out / tokenizer.file, tokenizer.content)
     header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
     tensors = network.state_dict()
     files = {
@@ -3203,7 +3207,14 @@ def import_folder(folder, args):
         "coded.pt": functools.partial(torch.save, {}),  # no tensor has codes
         "meta.json": json.dumps({"shape": asdict(network.config), "header": header}).encode(),
     }
-    write_folder(args.out / "step_000000", files)
+    args.out.mkdir()
+    try:
+        if tokenizer.file != "bytes":
+            replace_file(args.out / tokenizer.file, tokenizer.content)
+        write_folder(args.out / "step_000000", files)
+    finally:
+        if not (args.out / "step_000000").exists():
+            shutil.rmtree(args.out, ignore_errors=True)  # or the same command would be refused
     print(f"{args.out}: {len(tensors)} tensors")
     report_import(args.folder, tokenizer)
 

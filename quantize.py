@@ -583,7 +583,8 @@ def report_error(text):
 def exit_code(main):
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
 
-    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C.
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
+    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
     """
     rank = os.environ.get("RANK", "0")
     open_streams()
@@ -598,6 +599,9 @@ def exit_code(main):
     except BrokenPipeError:
         drop_stream(sys.stdout)
         return 141  # 128 and SIGPIPE
+    except KeyboardInterrupt:
+        report_error("stopped by SIGINT: nothing was saved")
+        return 130  # 128 and SIGINT
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank != "0":
             # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
@@ -2643,8 +2647,8 @@ def find_tokenizer(source, tokenizer_path, read):
 def write_folder(out, files):
     """Write a new folder of files and their SHA-256 sums.
 
-    files: name -> bytes, or a function that writes a file of this path. Raises OSError; then there is
-    no folder.
+    files: name -> bytes, or a function that writes a file of this path. Raises OSError. After an error
+    or Ctrl-C there is no folder.
     """
     out.mkdir()
     try:
@@ -2657,8 +2661,10 @@ def write_folder(out, files):
         # The sums come last: without them the folder is no checkpoint.
         replace_file(out / "SHA256SUMS", "".join(sums).encode())
     except Exception as error:  # each package has its own for a full disk
-        shutil.rmtree(out, ignore_errors=True)
         raise OSError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
+    finally:
+        if not (out / "SHA256SUMS").exists():
+            shutil.rmtree(out, ignore_errors=True)
 
 
 # === end: models ===

@@ -696,7 +696,8 @@ def report_error(text):
 def exit_code(main):
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
 
-    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C.
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
+    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
     """
     rank = os.environ.get("RANK", "0")
     open_streams()
@@ -711,6 +712,9 @@ def exit_code(main):
     except BrokenPipeError:
         drop_stream(sys.stdout)
         return 141  # 128 and SIGPIPE
+    except KeyboardInterrupt:
+        report_error("stopped by SIGINT: nothing was saved")
+        return 130  # 128 and SIGINT
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank != "0":
             # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
@@ -1279,6 +1283,7 @@ class TemplateProcess:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 env={**os.environ, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it
             )
             self.owner = os.getpid()
         with contextlib.suppress(BrokenPipeError):

@@ -771,7 +771,8 @@ def report_error(text):
 def exit_code(main):
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
 
-    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C.
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
+    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
     """
     rank = os.environ.get("RANK", "0")
     open_streams()
@@ -786,6 +787,9 @@ def exit_code(main):
     except BrokenPipeError:
         drop_stream(sys.stdout)
         return 141  # 128 and SIGPIPE
+    except KeyboardInterrupt:
+        report_error("stopped by SIGINT: nothing was saved")
+        return 130  # 128 and SIGINT
     except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
         if rank != "0":
             # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
@@ -1354,6 +1358,7 @@ class TemplateProcess:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 env={**os.environ, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it
             )
             self.owner = os.getpid()
         with contextlib.suppress(BrokenPipeError):
@@ -4503,6 +4508,11 @@ def checkpoint_to_resume(folder):
             f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it"
         )
     newest, damaged = newest_checkpoint(folder)
+    if newest is None and not list_checkpoints(folder):
+        raise UserError(
+            f"{prefix} the run saved nothing, for it ended before its first checkpoint; start it "
+            f"anew without RESUME; {folder} may be deleted"
+        )
     if newest is None:
         raise UserError(f"{prefix} has no whole checkpoint step_<step>; {'; '.join(damaged)}")
     if not (newest / "training.pt").is_file():
@@ -4757,7 +4767,7 @@ MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never r
 
 
 def handle_stop_signals(handler):
-    """Let SIGTERM, SIGINT and SIGHUP call `handler` from here on; signal.SIG_DFL: end the process.
+    """Let SIGTERM, SIGINT and SIGHUP call `handler` from here on.
 
     A SIGHUP that is ignored stays so: nohup has done it.
     """
@@ -4773,7 +4783,8 @@ class StopSignal:
     A second signal ends the process at once.
     """
 
-    def __init__(self):
+    def __init__(self, run):
+        self.run = run
         self.number = 0  # of the signal; 0: there was none
         self.received = 0.0
         handle_stop_signals(self.receive)
@@ -4782,11 +4793,13 @@ class StopSignal:
         """Handle a signal."""
         # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
         if self.number and time.monotonic() - self.received > 1:
-            try:
-                text = f"{signal.Signals(number).name}: ended without a checkpoint\n"
-                write_stream(sys.stderr, text)
-            finally:  # whatever becomes of the text
-                os._exit(128 + number)
+            self.run.end_at_once(number, frame)
+        if not self.number and self.run.runtime.rank == 0:
+            name = signal.Signals(number).name
+            text = f"{name}: the run stops after this step; a second signal ends it at once\n"
+            with contextlib.suppress(OSError):  # nobody reads it
+                # Not by print, which this signal may have interrupted.
+                os.write(sys.stderr.fileno(), text.encode())
         self.number = number
         self.received = time.monotonic()
 
@@ -4859,6 +4872,22 @@ class Run(Stateful):
             for line in damaged:
                 self.log(line)
         return self.runtime.agree(checkpoint)
+
+    def end_at_once(self, number, frame):
+        """Handle a signal before the first step or after the last one: end the process.
+
+        A line says what the folder has.
+        """
+        state = f"nothing was saved; {self.folder} may be deleted"
+        try:
+            if checkpoints := list_checkpoints(self.folder):
+                state = f"RESUME={self.folder} continues from {checkpoints[0].name}"
+            if (self.folder / "result.json").exists():
+                state = "everything was saved"
+            if self.runtime.rank == 0:
+                report_error(f"stopped by {signal.Signals(number).name}: {state}")
+        finally:  # whatever becomes of the text
+            os._exit(128 + number)
 
     def event(self, name, **values):
         """Log an event that result.json reports too."""
@@ -7759,6 +7788,7 @@ def main():
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
     identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
     run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
+    handle_stop_signals(run.end_at_once)
     checkpoint = run.open()
     if tokenizer.file != "bytes":
         run.write_file(tokenizer.file, tokenizer.content)
@@ -7792,7 +7822,7 @@ def main():
     metrics = {}
     # Whether no answer of a run from its start has had an advantage.
     learns_nothing = not checkpoint
-    stop_signal = StopSignal()
+    stop_signal = StopSignal(run)
     clock.start()
     while True:
         if stop_signal.number and not runtime.distributed:
@@ -7854,7 +7884,7 @@ def main():
     clock.stop()
     if stop_signal.on_any_rank(runtime):  # also during the last save
         return leave_stopped(run, stop_signal)
-    handle_stop_signals(signal.SIG_DFL)
+    handle_stop_signals(run.end_at_once)
     end_training(run)
 
     # Choosing the weights and packing them are on the clock, too.

@@ -740,7 +740,10 @@ class Output:
 
 
 def run_command(run):
-    """Run a command and return its exit code: 2 after a mistake of the user, which is one line."""
+    """Run a command and return its exit code: 2 after a mistake of the user, 130 after Ctrl-C.
+
+    Either is one line.
+    """
     open_streams()
     try:
         with contextlib.redirect_stdout(Output(sys.stdout)):
@@ -748,6 +751,9 @@ def run_command(run):
     except UserError as error:
         write_stream(sys.stderr, f"error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        write_stream(sys.stderr, "stopped by SIGINT; the same command does the rest\n")
+        return 130  # 128 and SIGINT
     return 0
 
 

@@ -350,6 +350,8 @@ def test_the_exit_code_of_each_fault(capsys):
     ):
         assert T.exit_code(functools.partial(main, error)) == code
         assert capsys.readouterr().err == "error: much\n"
+    assert T.exit_code(functools.partial(main, KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "stopped by SIGINT: nothing was saved\n"
     assert T.exit_code(lambda: 143) == 143
     assert T.exit_code(lambda: 1 / 0) == 1  # a bug
     assert re.match(r"(?s)Traceback .*\nZeroDivisionError: .*\n$", capsys.readouterr().err)
@@ -382,7 +384,8 @@ def test_a_signal_ends_the_step_saves_and_leaves(place, straight):
     """One step before the end, twice: torchrun repeats a terminal's Ctrl-C at once."""
     child = place.run("signal", "at_step(T, 14, send, 'SIGINT')\n" * 2, 130)
     folder = place.of("signal")
-    assert child.err == "" and newest(folder) == (folder / "step_000015", [])
+    assert re.fullmatch("SIGINT: the run stops after this step; .*\n", child.err)
+    assert newest(folder) == (folder / "step_000015", [])
     log = place.log("signal")
     assert log.count("stopped by") == 1
     assert log.endswith(f"stopped by SIGINT after step 15; RESUME={folder} continues it\n")
@@ -438,23 +441,35 @@ def test_a_second_signal_ends_at_once(place):
     """More than a second after the first."""
     twice = "at_step(T, 5, send, 'SIGTERM', 600)\nat_step(T, 5, send, 'SIGTERM', 1.4)\n"
     child = place.run("at once", twice, 143)
-    assert child.err == "SIGTERM: ended without a checkpoint\n"
-    assert steps_kept(place.of("at once"))[-1] == 4
+    folder = place.of("at once")
+    said = f"stopped by SIGTERM: RESUME={folder} continues from step_000004"
+    assert child.err.splitlines()[1:] == [said] and steps_kept(folder)[-1] == 4
 
 
-def test_a_signal_in_set_up_or_in_the_final_evaluation_ends_at_once(place, straight):
-    place.run("set-up", "at_file('log.txt', 1, send, 'SIGTERM', 600)", -signal.SIGTERM)
-    assert steps_kept(place.of("set-up")) == []
-    place.run("packing", "at_file('model.upar$', 1, send, 'SIGTERM', 600)", -signal.SIGTERM)
-    place.resume("packing")
-    assert events(place, "packing", "step") == [16]
-    assert_same(place, "packing", straight)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_in_set_up_or_in_the_final_evaluation_ends_at_once(place, straight, name):
+    """A line says what the folder has, and what RESUME of it does."""
+    code = 128 + getattr(signal, name)
+    set_up = f"set-up {name}"
+    child = place.run(set_up, f"at_file('metrics.jsonl', 1, send, '{name}', 600)", code)
+    folder = place.of(set_up)
+    said = f"stopped by {name}: nothing was saved; {folder} may be deleted\n"
+    assert child.err == said and steps_kept(folder) == []
+    line = place.refused(set_up, **place.resumed)
+    assert "damaged" not in line and line.endswith(f"without RESUME; {folder} may be deleted\n")
+    packing = f"packing {name}"
+    child = place.run(packing, f"at_file('model.upar$', 1, send, '{name}', 600)", code)
+    said = f"stopped by {name}: RESUME={place.of(packing)} continues from step_000016\n"
+    assert child.err == said and place.log(packing).endswith(said)
+    place.resume(packing)
+    assert events(place, packing, "step") == [16]
+    assert_same(place, packing, straight)
 
 
 # ------------------------------------------------------------------------------------- RESUME rules
 def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped, tmp_path):
     run = place.of(stopped)
-    (tmp_path / "bare").mkdir()  # of a run that never saved, whose settings nobody knows
+    (tmp_path / "bare").mkdir()
     for wrong in ("none", "log.txt", "step_000004", tmp_path / "bare", place.of(straight)):
         message = f"^RESUME='{run / wrong}': "
         refusal(T.UserError, message, T.stored_settings, {"RESUME": str(run / wrong)})
@@ -760,7 +775,7 @@ def test_sigterm_to_torchrun_saves_once(place):
     process.send_signal(signal.SIGTERM)
     said = ended(process, 300)
     assert process.returncode != 0
-    assert "ended without" not in said and "rank 0 lost" not in said
+    assert "continues from" not in said and "rank 0 lost" not in said
     (step,) = re.findall(r"^stopped by SIGTERM after step (\d+)", place.log("term"), re.M)
     assert steps_logged(place, "term", " saved") == steps_kept(place.of("term")) == [int(step)]
 

@@ -440,6 +440,21 @@ def test_what_the_network_does_not_compute_is_refused_by_name(imported, copied, 
     refuses("config.json: is no JSON", "import", folder)
 
 
+def test_ctrl_c_leaves_no_folder(imported, tmp_path, monkeypatch, capsys):
+    """Else the same command would be refused. An import writes with torch.save, an export with safetensors."""
+    _, folder, run = imported("llama")
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(C.torch, "save", interrupt)
+    monkeypatch.setattr(C.load_safetensors().torch, "save_file", interrupt)
+    for words in (["import", folder], ["export", run]):
+        assert exit_code(C, *words, tmp_path / "new", **BYTES) == 130
+        assert capsys.readouterr().err.endswith("stopped by SIGINT: nothing was saved\n")
+        assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_of_its_own_in_a_tied_model(transformers, copied, tmp_path, tied):
     """It counts, as in transformers, and is given back; a head that is the embedding is tied."""

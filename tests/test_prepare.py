@@ -443,6 +443,19 @@ def test_option_errors(tmp_path, monkeypatch, capsys):
     assert re.fullmatch("error: source none.jsonl: .*\n", capsys.readouterr().err)
 
 
+def test_ctrl_c_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    source = write_jsonl(tmp_path / "a.jsonl", [words(i) for i in range(3)])
+    monkeypatch.setattr(prepare, "select", interrupt)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(source), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        prepare.main()
+    assert ended.value.code == 130 and not (tmp_path / "out").exists()
+    assert capsys.readouterr().err == "stopped by SIGINT; the same command does the rest\n"
+
+
 def test_standard_library_is_chosen_by_size(tmp_path, monkeypatch):
     """Without packages and caches; its tests follow the rest, until there is enough text."""
     sizes = {"a.py": 700_000, "pkg/b.py": 400_000, "test/c.py": 500_000, "test/d.py": 9_000_000}

@@ -1,11 +1,13 @@
 """Section runtime: which device a run takes, and what it says where it cannot."""
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,14 +128,20 @@ def test_the_machine_is_described(monkeypatch, tmp_path):
     assert 50 < about["peak_memory_mib"] < 50_000
 
 
-def test_a_stop_signal_is_remembered_until_it_is_restored():
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_signal_is_remembered_and_said_by_rank_0(rank, capfd):
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
+    run = SimpleNamespace(runtime=T.Runtime(rank, 2, torch.device("cpu"), False))
     try:
-        stop_signal = T.StopSignal()
+        stop_signal = T.StopSignal(run)
         assert stop_signal.number == 0
-        os.kill(os.getpid(), signal.SIGINT)
+        with contextlib.redirect_stderr(sys.__stderr__):
+            for _ in range(2):  # within a second
+                os.kill(os.getpid(), signal.SIGINT)
         assert stop_signal.number == signal.SIGINT
+        err = capfd.readouterr().err
+        assert err.count("SIGINT: ") == err.count("\n") == (rank == 0)
         T.handle_stop_signals(signal.SIG_DFL)
         assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 2
     finally:

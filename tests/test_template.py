@@ -3,6 +3,7 @@ and memory.
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -91,6 +92,12 @@ def test_a_template_that_never_ends_is_ended(endless, monkeypatch):
     assert len(lines) == 1 and text_of("{{ messages[1].content }}") == "Hi <b>"
     monkeypatch.setattr(S.template_process(), "endings", 3)
     refusal(S.UserError, "too much time or memory too often", text_of, "{{ 1 }}")
+
+
+def test_the_ctrl_c_of_a_terminal_does_not_end_the_process():
+    """It goes to the process group of the run, which finishes its step."""
+    text_of("{{ 1 }}")
+    assert os.getpgid(S.template_process().process.pid) != os.getpgid(0)
 
 
 def test_limits_of_the_system_may_be_there():
