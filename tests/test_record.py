@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_house import TOKENS
 from test_prepare import documents
 
 import train_gpt as T
@@ -508,16 +509,31 @@ def test_a_submission_is_what_the_runs_left(place):
     assert call(place, *words).returncode == 2  # it is there
 
 
-def test_the_shipped_records_pass():
-    """And the shipped script can be a record of the shipped track."""
-    faults = R.Faults()
-    track = R.read_track(ROOT / "records" / "track_cpu_3min")
+def test_a_track_without_records_is_listed(copy):
+    shutil.rmtree(copy)
+    assert R.leaderboard(copy.parent) == [
+        "Tiny ([track_tiny](track_tiny/README.md)): no record yet."
+    ]
+
+
+def test_the_shipped_tracks_take_the_shipped_script():
+    """The tracks have one text, and room for every size that test_house.py allows the script."""
     source = (ROOT / "train_gpt.py").read_bytes()
-    R.check_script("train_gpt.py", source, track.rules, faults)
-    assert faults.lines == []
+    texts = []
+    for path in sorted((ROOT / "records").glob("*/track.json")):
+        track = R.read_track(path.parent)
+        faults = R.Faults()
+        R.check_script("train_gpt.py", source, track.rules, faults)
+        assert faults.lines == []
+        assert track.rules["script_tokens"] >= TOKENS["train_gpt.py"]
+        texts.append((R.text_facts(track.manifest), track.rules["data"]["val_text_sha256"]))
+    assert len(texts) == 2 and texts[0] == texts[1]
+
+
+def test_the_shipped_records_pass():
     records = R.list_records(ROOT / "records")
     assert len(records) >= 8 and R.update_table(ROOT / "records", write=False) == []
-    assert R.check_folder(records[0], track.folder) == []
+    assert R.check_folder(records[0], records[0].parent) == []
 
 
 @pytest.mark.full

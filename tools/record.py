@@ -864,7 +864,7 @@ def leaderboard(track: Path) -> list[str]:
     """Return the tables of a track's records, of networks alone and of those with counts of n-grams.
 
     They go by machine, and for each machine the best is first. A table without a row is left out.
-    Links begin at records/.
+    A track without records has a line instead. Links begin at records/.
     """
     rules = read_track(track).rules
     machines = read_machines(track)
@@ -872,6 +872,9 @@ def leaderboard(track: Path) -> list[str]:
     for folder in list_records(track.parent):
         if folder.parent == track:
             results.append(json.loads((folder / "result.json").read_bytes()))
+    link = f"[{track.name}]({track.name}/README.md)"
+    if not results:
+        return [f"{rules['title']} ({link}): no record yet."]
     rows = []  # (has counts, machine, score, cells)
     reruns = {}  # record -> its scores on other machines
     for result in results:
@@ -892,7 +895,6 @@ def leaderboard(track: Path) -> list[str]:
     order = list(dict.fromkeys([*machines.values(), ""]))
     rows.sort(key=lambda row: (order.index(row[1]), row[2]))
     head = ["bits per byte", "machine", "seeds", "record", "what changed", "better than", "bytes"]
-    link = f"[{track.name}]({track.name}/README.md)"
     titles = {False: f"{rules['title']} ({link}):", True: "Older records, with counts of n-grams:"}
     tables = []
     for counts, title in titles.items():
