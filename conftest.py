@@ -322,6 +322,25 @@ def stop_at(step):
     return f"stop(T, {step})\n"
 
 
+def check_early_stop(place, script):
+    """Ctrl-C while the first answers are recorded, before step 1, is one line; nothing was saved."""
+    out = f"{script} early"
+    child = place.run(out, "at_file('samples', 1, send, 'SIGINT', 600)\n", 130, script=script)
+    line = f"stopped by SIGINT: nothing was saved; {place.of(out)} may be deleted\n"
+    assert child.err == line and place.log(out).endswith(line) and steps_kept(place.of(out)) == []
+    assert "\nfirst scores: " in child.out
+
+
+def check_notes(place, script):
+    """What was left out of a file is said though the script ends before there is a log."""
+    path = place.folder / "broken.jsonl"
+    lines = Path(place.tiny["TRAIN_FILES"]).read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + "{\n")
+    child = place.run("broken", code=2, script=script, TRAIN_FILES=path)
+    assert re.fullmatch(rf"data: {path}: 4 rows, .*left out no JSON: 1 .*\n", child.out)
+    assert re.fullmatch("error: .*\n", child.err) and not place.of("broken").exists()
+
+
 def check_facts(place, out, script):
     """Return the result of a run without events, whose facts of any script are right; the log ends with it."""
     result = place.result(out)

@@ -127,11 +127,11 @@ ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
 
 
 def report_error(text):
-    """Write an error to stderr and to ERROR_LOGS."""
-    write_stream(sys.stdout, "")
-    write_stream(sys.stderr, f"{text}\n")
+    """Write an error to ERROR_LOGS and to stderr."""
     for log in ERROR_LOGS:
         log.write(text)
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
 
 
 def exit_code(main):

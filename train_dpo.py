@@ -739,11 +739,11 @@ ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
 
 
 def report_error(text):
-    """Write an error to stderr and to ERROR_LOGS."""
-    write_stream(sys.stdout, "")
-    write_stream(sys.stderr, f"{text}\n")
+    """Write an error to ERROR_LOGS and to stderr."""
     for log in ERROR_LOGS:
         log.write(text)
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
 
 
 def exit_code(main):
@@ -5433,6 +5433,17 @@ def start_settings(given):
     return imported_values(start.config, start.tokenizer.name, defaults)
 
 
+class Notes(list):
+    """What was found in files and rows, which waits for the log; an error that comes first prints it."""
+
+    def __init__(self):
+        ERROR_LOGS[:] = [self]  # until Log.open
+
+    def write(self, error):
+        """Print the notes, because `error` ends the script."""
+        write_stream(sys.stdout, "".join(f"{note}\n" for note in self))
+
+
 def start_note(settings, network, tokenizer, source):
     """Return the lines of the log on INIT_FROM; see describe_start."""
     defaults = imported_defaults(settings.lora_rank)
@@ -6356,7 +6367,7 @@ def main():
     is_reward = settings.objective == "reward"
     if is_reward and not hasattr(network, "w_value"):
         add_value_head(network)
-    notes = []
+    notes = Notes()
     parse = functools.partial(parse_pair, tokenizer=tokenizer, settings=settings)
     data = read_examples(settings, parse, notes.append)
     run, checkpoint = open_run(
@@ -6392,6 +6403,7 @@ def main():
         resume_samples(run)
     else:
         reference = reference_scores(trainer, parts, run)
+        log(f"first scores: of {len(data.held_out)} held-out pairs, and some answers")
         trainer.start = (reference, trainer.score(data.held_out, log))
     reference, held_out_start = [scores.cpu() for scores in trainer.start]
     sizes = [len(part) for part in parts]

@@ -774,11 +774,11 @@ ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
 
 
 def report_error(text):
-    """Write an error to stderr and to ERROR_LOGS."""
-    write_stream(sys.stdout, "")
-    write_stream(sys.stderr, f"{text}\n")
+    """Write an error to ERROR_LOGS and to stderr."""
     for log in ERROR_LOGS:
         log.write(text)
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
 
 
 def exit_code(main):
@@ -6030,15 +6030,9 @@ def split_problems(settings, check=unchecked, log=print):
     same ones as in train_sft.py. All have the same columns. check: see read_problems. log: function
     of a line or of a RowReport. Raises UserError.
     """
-    lines = []
-
-    def note(report):
-        lines.append(str(report))
-        log(report)
-
     reward = f"{settings.reward},{settings.mark}"
-    held_out = read_problems("VAL_FILES", settings.val_files, reward, check, note)
-    problems = read_problems("TRAIN_FILES", settings.train_files, reward, check, note)
+    held_out = read_problems("VAL_FILES", settings.val_files, reward, check, log)
+    problems = read_problems("TRAIN_FILES", settings.train_files, reward, check, log)
     train = {}
     both = 0
     for key, problem in problems.items():
@@ -6054,8 +6048,7 @@ def split_problems(settings, check=unchecked, log=print):
     if not train or len(held_out) < 2:
         raise UserError(
             f"TRAIN_FILES={settings.train_files!r}: {len(train)} problems to train on, "
-            f"{len(held_out)} held out; must be 1 and 2 at least: add rows, or name others by "
-            f"VAL_FILES; {'; '.join(lines):.2000}"
+            f"{len(held_out)} held out; must be 1 and 2 at least: add rows, or name others by VAL_FILES"
         )
     columns = {}
     for problem in itertools.chain(train.values(), held_out.values()):
@@ -6185,6 +6178,17 @@ def start_settings(given):
     start = find_start(given["INIT_FROM"])
     defaults = imported_defaults(given.get("LORA_RANK", 0) != 0)
     return imported_values(start.config, start.tokenizer.name, defaults)
+
+
+class Notes(list):
+    """What was found in files and rows, which waits for the log; an error that comes first prints it."""
+
+    def __init__(self):
+        ERROR_LOGS[:] = [self]  # until Log.open
+
+    def write(self, error):
+        """Print the notes, because `error` ends the script."""
+        write_stream(sys.stdout, "".join(f"{note}\n" for note in self))
 
 
 def start_note(settings, network, tokenizer, source):
@@ -7848,7 +7852,7 @@ def main():
     teacher = load_teacher(settings, tokenizer, runtime)
     contexts = [one.config.train_seq_len for one in (network, teacher) if one is not None]
     check = room_check(settings, tokenizer, min(contexts))
-    reports = []  # what find_problems says of files and rows, before the log is open
+    reports = Notes()
     problems, choice, held_out = find_problems(settings, check, reports.append)
     exam = Exam(held_out, with_mark(functions, settings.mark))
 

@@ -749,11 +749,11 @@ ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
 
 
 def report_error(text):
-    """Write an error to stderr and to ERROR_LOGS."""
-    write_stream(sys.stdout, "")
-    write_stream(sys.stderr, f"{text}\n")
+    """Write an error to ERROR_LOGS and to stderr."""
     for log in ERROR_LOGS:
         log.write(text)
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
 
 
 def exit_code(main):
@@ -5994,15 +5994,9 @@ def split_problems(settings, check=unchecked, log=print):
     same ones as in train_sft.py. All have the same columns. check: see read_problems. log: function
     of a line or of a RowReport. Raises UserError.
     """
-    lines = []
-
-    def note(report):
-        lines.append(str(report))
-        log(report)
-
     reward = f"{settings.reward},{settings.mark}"
-    held_out = read_problems("VAL_FILES", settings.val_files, reward, check, note)
-    problems = read_problems("TRAIN_FILES", settings.train_files, reward, check, note)
+    held_out = read_problems("VAL_FILES", settings.val_files, reward, check, log)
+    problems = read_problems("TRAIN_FILES", settings.train_files, reward, check, log)
     train = {}
     both = 0
     for key, problem in problems.items():
@@ -6018,8 +6012,7 @@ def split_problems(settings, check=unchecked, log=print):
     if not train or len(held_out) < 2:
         raise UserError(
             f"TRAIN_FILES={settings.train_files!r}: {len(train)} problems to train on, "
-            f"{len(held_out)} held out; must be 1 and 2 at least: add rows, or name others by "
-            f"VAL_FILES; {'; '.join(lines):.2000}"
+            f"{len(held_out)} held out; must be 1 and 2 at least: add rows, or name others by VAL_FILES"
         )
     columns = {}
     for problem in itertools.chain(train.values(), held_out.values()):
@@ -6149,6 +6142,17 @@ def start_settings(given):
     start = find_start(given["INIT_FROM"])
     defaults = imported_defaults(given.get("LORA_RANK", 0) != 0)
     return imported_values(start.config, start.tokenizer.name, defaults)
+
+
+class Notes(list):
+    """What was found in files and rows, which waits for the log; an error that comes first prints it."""
+
+    def __init__(self):
+        ERROR_LOGS[:] = [self]  # until Log.open
+
+    def write(self, error):
+        """Print the notes, because `error` ends the script."""
+        write_stream(sys.stdout, "".join(f"{note}\n" for note in self))
 
 
 def start_note(settings, network, tokenizer, source):
@@ -7488,7 +7492,7 @@ def main():
     functions = load_reward_functions(settings.reward)
     network, tokenizer, source = load_start(settings)
     check = room_check(settings, tokenizer, network.config.train_seq_len)
-    reports = []  # what split_problems says of files and rows, before the log is open
+    reports = Notes()
     problems, choice, held_out = split_problems(settings, check, reports.append)
     exam = JudgedExam(held_out, with_mark(functions, settings.mark))
     judge = load_judge(settings, tokenizer, runtime)

@@ -744,11 +744,11 @@ ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
 
 
 def report_error(text):
-    """Write an error to stderr and to ERROR_LOGS."""
-    write_stream(sys.stdout, "")
-    write_stream(sys.stderr, f"{text}\n")
+    """Write an error to ERROR_LOGS and to stderr."""
     for log in ERROR_LOGS:
         log.write(text)
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
 
 
 def exit_code(main):
@@ -5543,6 +5543,17 @@ def start_settings(given):
     return imported_values(start.config, start.tokenizer.name, defaults)
 
 
+class Notes(list):
+    """What was found in files and rows, which waits for the log; an error that comes first prints it."""
+
+    def __init__(self):
+        ERROR_LOGS[:] = [self]  # until Log.open
+
+    def write(self, error):
+        """Print the notes, because `error` ends the script."""
+        write_stream(sys.stdout, "".join(f"{note}\n" for note in self))
+
+
 def start_note(settings, network, tokenizer, source):
     """Return the lines of the log on INIT_FROM; see describe_start."""
     defaults = imported_defaults(settings.lora_rank)
@@ -6407,7 +6418,7 @@ def main():
         network, tokenizer, source = small_network(settings)
     tokenizer = fit_network(network, tokenizer, source, settings)
     teacher = load_teacher(settings, tokenizer, runtime)
-    notes = []
+    notes = Notes()
     parse = functools.partial(parse_row, tokenizer=tokenizer, settings=settings)
     data = read_examples(settings, parse, notes.append)
     adapt(network, settings, runtime.device)

@@ -21,6 +21,8 @@ from conftest import (
     POST,
     Place,
     blocks,
+    check_early_stop,
+    check_notes,
     check_result,
     own_settings,
     pack,
@@ -334,6 +336,11 @@ def straight(place):
 def reward(place):
     place.run("reward", OBJECTIVE="reward")
     return "reward"
+
+
+def test_an_early_end_says_what_there_is(place):
+    check_early_stop(place, "train_dpo")
+    check_notes(place, "train_dpo")
 
 
 def test_runs_learn_and_say_so(place, straight, reward, float32):

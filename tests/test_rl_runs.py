@@ -21,6 +21,8 @@ from conftest import (
     Place,
     blocks,
     check_adapters,
+    check_early_stop,
+    check_notes,
     check_result,
     environment,
     own_settings,
@@ -180,6 +182,12 @@ def test_answers_are_recorded_with_their_rewards(place, straight):
 
 
 # --------------------------------------------------------------------------- stopped, and once more
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_early_end_says_what_there_is(place, script):
+    check_early_stop(place, script)
+    check_notes(place, script)
+
+
 def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     """Other problems would have no scores from before training, another optimizer no state."""
     out = f"{straight} stopped"

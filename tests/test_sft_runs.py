@@ -20,6 +20,8 @@ from conftest import (
     POST,
     Place,
     check_adapters,
+    check_early_stop,
+    check_notes,
     check_result,
     own_settings,
     pack,
@@ -138,6 +140,11 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     place.same("stopped", straight)
     samples = [(place.of(run) / "samples.jsonl").read_bytes() for run in ("stopped", straight)]
     assert samples[0] == samples[1]
+
+
+def test_an_early_end_says_what_there_is(place):
+    check_early_stop(place, "train_sft")
+    check_notes(place, "train_sft")
 
 
 def test_epochs_set_the_steps_where_iterations_do_not(place):
