@@ -4496,6 +4496,9 @@ MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
 # Rate of RowRMSprop over TIED_EMBED_LR. At 1 the tables learned a text by heart that is read twice: 0.035 bits per
 # byte more than at 0.3 (docs/lab/2026-11.md, 2026-11-27).
 TABLE_LR_SHARE = 0.3
+TABLE_LR_FLOOR = (
+    0.6  # of that rate: in the warmdown it falls no further, since rows wait for readings
+)
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
 # Tokens of a document between two steps of test-time training, and the adapters' AdamW.
 TTT_CHUNK_SIZE = 64
@@ -4972,17 +4975,20 @@ class RowRMSprop(torch.optim.Optimizer):
 
     A row that is read once takes a step of 1 / sqrt(1 - beta2) times the rate, and waits for its next
     reading. AdamW, with moments of each weight, learned less (docs/lab/2026-11.md, 2026-11-27). Of a
-    sparse gradient, which must be coalesced, only the rows that it has are read and written.
+    sparse gradient, which must be coalesced, only the rows that it has are read and written. A rate
+    above 0 is `lr_floor` at least.
     """
 
     def __init__(self, groups):
-        super().__init__(groups, {})
+        super().__init__(groups, dict(lr_floor=0.0))
 
     @torch.no_grad()
     def step(self):
         """Update state and weights."""
         _, beta2 = ADAM_BETAS
         for group in self.param_groups:
+            lr = torch.as_tensor(group["lr"])
+            lr = lr.clamp(min=group["lr_floor"]).where(lr > 0, lr)
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
@@ -4998,7 +5004,7 @@ class RowRMSprop(torch.optim.Optimizer):
                 mean_square[rows] += (1 - beta2) / param.size(1) * norm.square()
                 state["updates"] += 1
                 unbiased = mean_square[rows] / (1 - beta2 ** state["updates"])
-                param[rows] -= grad * (group["lr"] / (unbiased.sqrt() + ADAM_EPS))
+                param[rows] -= grad * (lr / (unbiased.sqrt() + ADAM_EPS))
 
 
 def make_optimizers(network, settings, runtime):
@@ -5020,6 +5026,7 @@ def make_optimizers(network, settings, runtime):
     if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
         muon = Muon([matrices], runtime, network.dtype)
         tables["lr"] *= TABLE_LR_SHARE
+        tables["lr_floor"] = TABLE_LR_FLOOR * tables["lr"]
         return [muon, adamw([embeddings, head, controls]), RowRMSprop([tables])]
     return [OPTIMIZERS[settings.optimizer]([matrices, embeddings, tables, head]), adamw([controls])]
 

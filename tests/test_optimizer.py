@@ -139,6 +139,16 @@ def test_row_rmsprop_against_float64():
     assert torch.equal(param[-1], start[-1]) and not torch.equal(param[0], start[0])
 
 
+def test_rates_of_rows_have_a_floor():
+    """A first step moves by the rate, whatever the gradient; a rate of 0, as in warm_up, moves nothing."""
+    param = nn.Parameter(torch.zeros(1, 4))
+    for lr, rate in ((0.0, 0.0), (0.001, 0.06), (0.08, 0.08)):
+        param.data.zero_()
+        group = dict(params=[param], lr=torch.tensor(lr), lr_floor=0.06)
+        steps(T.RowRMSprop([group]), [param], torch.ones(1, 1, 4))
+        torch.testing.assert_close(param, torch.full((1, 4), -rate), check_dtype=False)
+
+
 def make():
     """Return a network with parameters of every class, some at zero."""
     torch.manual_seed(5)
@@ -329,7 +339,9 @@ def test_a_step_without_finite_gradients_moves_no_row_of_a_sparse_one():
         param.grad = torch.full_like(param, math.nan)
     table = training.params["ngram_embed"]
     values = table.grad[:3]
-    table.grad = torch.sparse_coo_tensor([[2, 0, 5]], values, table.shape).coalesce()
+    table.grad = torch.sparse_coo_tensor(
+        [[2, 0, 5]], values, table.shape, check_invariants=True
+    ).coalesce()
     T.step_optimizers(training.optimizers, 1.0, torch.tensor(False))
     assert all(equal(before, training.weights()))
     states = training.states()
