@@ -2637,6 +2637,12 @@ def misreading_class(folder, facts):
 
 def report_import(folder, tokenizer):
     """Print what is particular about an imported model's tokenizer."""
+    stop = stop_ids(with_roles(tokenizer))
+    if unused := hf_ends(folder) - stop:
+        print(
+            f"{folder}: not used: eos_token_id {sorted(unused)}; answers end at {sorted(stop)}, as the "
+            f"tokenizer {tokenizer.file} has it"
+        )
     if tokenizer.file != "imported.tiktoken":
         return
     if name := misreading_class(folder, tokenizer.facts):
@@ -2845,11 +2851,28 @@ def probe_split(split):
         raise UserError("tokenizer.json: pre_tokenizer: its Regex must match every part of a text")
 
 
-def hf_chat(folder, added):
+def hf_ends(folder):
+    """Return the ids that end an answer by a folder's config.json and generation_config.json.
+
+    Raises UserError.
+    """
+    ends = set()
+    for name in ("config.json", "generation_config.json"):
+        ids = read_json(folder / name).get("eos_token_id")
+        ids = [ids] if ids is None or isinstance(ids, int) else ids
+        if not isinstance(ids, list) or not all(type(i) in (int, type(None)) for i in ids):
+            raise UserError(
+                f"{folder / name}: eos_token_id={ids!r:.50}: must be an id or a list of them"
+            )
+        ends |= {*ids} - {None}
+    return ends
+
+
+def hf_chat(folder, added, bos="<|endoftext|>"):
     """Return the facts of a folder about texts and conversations. Raises UserError.
 
-    added: the text of an added token -> its id. Returned are BOS, which is <|endoftext|> if there is
-    none, the ids that end an answer, the names in chat templates, and templates if there are some.
+    added: the text of an added token -> its id. bos: of a tokenizer_config.json without BOS. Returned
+    are BOS, the ids that end an answer, the names in chat templates, and templates if there are some.
     """
     path = folder / "tokenizer_config.json"
     config = tokenizer_config(folder)
@@ -2861,21 +2884,13 @@ def hf_chat(folder, added):
             names[f"{kind}_token"] = token
             if not isinstance(token, str):
                 raise UserError(f"{path}: {kind}_token={token!r:.50}: must be a text")
-    bos = names.get("bos_token", "<|endoftext|>")
+    bos = names.get("bos_token", bos)
     if bos not in added:
         raise UserError(
             f"{path}: bos_token {bos!r:.50}: must be one of tokenizer.json's added_tokens"
         )
-    stop = [added[bos], added.get(names.get("eos_token"), added[bos])]
-    for name in ("config.json", "generation_config.json"):
-        ids = read_json(folder / name).get("eos_token_id")
-        ids = [ids] if ids is None or isinstance(ids, int) else ids
-        if not isinstance(ids, list) or not all(type(i) in (int, type(None)) for i in ids):
-            raise UserError(
-                f"{folder / name}: eos_token_id={ids!r:.50}: must be an id or a list of them"
-            )
-        stop += [i for i in ids if i is not None]
-    facts = {"bos": bos, "bos_id": added[bos], "names": names, "stop": sorted(set(stop))}
+    stop = {added[bos], added.get(names.get("eos_token"), added[bos]), *hf_ends(folder)}
+    facts = {"bos": bos, "bos_id": added[bos], "names": names, "stop": sorted(stop)}
     return facts | hf_templates(folder, config)
 
 
@@ -2921,7 +2936,7 @@ def read_hf_tokenizer(folder, path, vocab_size):
     path = path or str(own)
     if path != "bytes" and not (Path(path).is_file() and path.endswith(".model")):
         raise UserError(f"TOKENIZER_PATH={path!r}: must be a SentencePiece .model file, or bytes")
-    tokenizer = read_tokenizer(path, {})
+    tokenizer = add_encoder(read_tokenizer(path, {}))
     if vocab_size - tokenizer.vocab_size not in (0, 4):  # with or without roles
         raise UserError(
             f"TOKENIZER_PATH={path!r}: has {tokenizer.vocab_size} tokens; must have the model's "
@@ -2930,15 +2945,16 @@ def read_hf_tokenizer(folder, path, vocab_size):
     if path != str(own):
         return tokenizer
     if vocab_size == tokenizer.vocab_size:
-        return with_template(folder, tokenizer)
+        return with_chat_facts(folder, tokenizer)
     # Four rows more are those of the roles, not of tokens that somebody else added.
     names, _, _ = sentencepiece_pieces(tokenizer.proto)
     check_added(folder, {*names, *ROLE_TOKENS})
     return tokenizer
 
 
-def with_template(folder, tokenizer):
-    """Return the SentencePiece tokenizer of a folder, with the folder's chat template if it has one.
+def with_chat_facts(folder, tokenizer):
+    """Return the SentencePiece tokenizer of a folder, with the folder's chat template, if it has one,
+    and the ids that end an answer, if they are more than BOS and EOS.
 
     Its file is JSON then, see rank_tokenizer. One with tokens for the roles of these scripts stays.
     """
@@ -2946,10 +2962,14 @@ def with_template(folder, tokenizer):
     marks = [i for i in range(model.vocab_size()) if model.is_control(i) or model.is_unknown(i)]
     added = {model.id_to_piece(i): i for i in marks}
     config = read_json(folder / "tokenizer_config.json")
-    if "template" not in hf_templates(folder, config) or not added.keys().isdisjoint(ROLE_TOKENS):
+    has_template = "template" in hf_templates(folder, config)
+    more_ends = hf_ends(folder) - {model.bos_id(), model.eos_id()}
+    has_roles = not added.keys().isdisjoint(ROLE_TOKENS)
+    if has_roles or not (has_template or more_ends):
         return tokenizer
-    check_added(folder, added)
-    facts = hf_chat(folder, added) | {"added": added}
+    if has_template:
+        check_added(folder, added)
+    facts = hf_chat(folder, added, model.id_to_piece(model.bos_id())) | {"added": added}
     facts["begins_with_bos"] = bool(config.get("add_bos_token", True))
     described = read_json(folder / "tokenizer.json")
     if described:  # counts more, as in transformers 5
@@ -3119,6 +3139,15 @@ def response_template(tokenizer, added, pad):
     return RESPONSE_TEMPLATE | {"fields": RESPONSE_TEMPLATE["fields"] | {"content": content}}
 
 
+def padding_id(tokenizer):
+    """Return the token that fills the rows of a batch that have ended: the imported model's, or BOS.
+
+    It is no text of an answer, as an end might be.
+    """
+    pad = tokenizer.facts.get("names", {}).get("pad_token")
+    return tokenizer.facts.get("added", {}).get(pad, tokenizer.bos_id)
+
+
 def tokenizer_files(tokenizer):
     """Return the files that a tokenizer of these scripts has in transformers, by name.
 
@@ -3136,15 +3165,17 @@ def tokenizer_files(tokenizer):
     added = added | tokenizer.roles
     if parts["model"]["type"] == "BPE":
         parts["model"]["vocab"] |= added  # otherwise tokenizers numbers them itself
-    bos = next(text for text, i in added.items() if i == bos_id)
+    texts = {i: text for text, i in added.items()}
+    bos = texts[bos_id]
+    pad = texts[padding_id(tokenizer)]
     processor = None
     if begin_ids(tokenizer):
         first = {"SpecialToken": {"id": bos, "type_id": 0}}
-        texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+        parts_of_pair = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
         processor = {
             "type": "TemplateProcessing",
-            "single": [first, texts[0]],
-            "pair": [first, *texts],
+            "single": [first, parts_of_pair[0]],
+            "pair": [first, *parts_of_pair],
         }
         processor["special_tokens"] = {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}
     tokens = []
@@ -3152,7 +3183,7 @@ def tokenizer_files(tokenizer):
         token = {flag: flag in flags.get(text, []) for flag in TOKEN_FLAGS}
         token["normalized"] = text in facts.get("normalized", [])
         tokens.append({"id": i, "content": text, "special": not tokenizer.pieces[i]} | token)
-    names = {"bos_token": bos, "eos_token": bos, "pad_token": bos} | facts.get("names", {})
+    names = {"bos_token": bos, "eos_token": bos} | facts.get("names", {}) | {"pad_token": pad}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {name: text for name, text in names.items() if text}
     config["padding_side"] = "left"  # as generate needs it
@@ -3161,7 +3192,7 @@ def tokenizer_files(tokenizer):
         template = read_tool("chat_template.jinja").decode()  # the layout of asked_ids
         if not begin_ids(tokenizer):
             template = template.replace("{{- bos_token }}\n", "")
-        config["response_template"] = response_template(tokenizer, added, names["pad_token"])
+        config["response_template"] = response_template(tokenizer, added, pad)
     if template:
         config["chat_template"] = template
     files = {"tokenizer_config.json": json_bytes(config)}
@@ -3277,9 +3308,6 @@ def own_files(source, network):
     tokenizer = model_tokenizer(source)
     files = tokenizer_files(tokenizer)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(stop_ids(tokenizer))}
-    # What fills the rows of a batch that have ended: no text of an answer, as an end might be.
-    pad = tokenizer.facts.get("names", {}).get("pad_token")
-    pad_id = tokenizer.facts.get("added", {}).get(pad, tokenizer.bos_id)
     try:
         config = hf_config(network.config)
         # Copies, because safetensors takes no views.
@@ -3304,7 +3332,7 @@ def own_files(source, network):
     return files | {
         "model.safetensors": save_safetensors(state),
         "config.json": json_bytes(config | ids | {"dtype": "float32"}),
-        "generation_config.json": json_bytes(ids | {"pad_token_id": pad_id}),
+        "generation_config.json": json_bytes(ids | {"pad_token_id": padding_id(tokenizer)}),
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 import sentencepiece
@@ -238,6 +239,39 @@ def test_a_sentencepiece_model_has_its_template(transformers, llama2):
         theirs = transformers.AutoTokenizer.from_pretrained(llama2)
         assert theirs.encode(text, add_special_tokens=False) != ids
         assert C.misreading_class(llama2, ours.facts) == "LlamaTokenizer"
+
+
+def test_a_sentencepiece_model_keeps_what_ends_an_answer(llama2, capsys):
+    """By config.json and generation_config.json, also without a template; a tokenizer of its own does not."""
+    (llama2 / "tokenizer_config.json").unlink()
+    plain = C.read_hf_tokenizer(llama2, "", 300)
+    C.report_import(llama2, plain)
+    write_json(llama2 / "config.json", {"eos_token_id": [2, 7]})
+    write_json(llama2 / "generation_config.json", {"eos_token_id": 260})
+    tokenizer = C.read_hf_tokenizer(llama2, "", 300)
+    assert tokenizer.facts["stop"] == [1, 2, 7, 260] and "template" not in tokenizer.facts
+    (llama2 / "imported.tiktoken").write_bytes(tokenizer.content)
+    ours = S.load_tokenizer(llama2 / "imported.tiktoken")
+    text = "the  cat <|user|> 日本 </s>"
+    assert ours.encode(text) == plain.encode(text) and ours.pieces == plain.pieces
+    assert S.begin_ids(ours) == [1] and S.stop_ids(S.with_roles(ours)) == {1, 2, 7, 260, 303}
+    C.report_import(llama2, tokenizer)
+    assert "not used" not in capsys.readouterr().out
+    C.report_import(llama2, C.read_hf_tokenizer(llama2, "bytes", 264))
+    assert re.search(
+        r": not used: eos_token_id \[2, 7, 260\]; .* \[1, 263\]", capsys.readouterr().out
+    )
+
+
+def test_one_token_fills_rows(llama2):
+    """The imported model's if its tokenizer has it, else BOS; an unknown one would be added by transformers."""
+    for name, (text, i) in {"<unk>": ("<unk>", 0), "<pad>": ("<s>", 1)}.items():
+        config = read_json(llama2 / "tokenizer_config.json") | {"pad_token": name}
+        write_json(llama2 / "tokenizer_config.json", config)
+        tokenizer = C.read_hf_tokenizer(llama2, "", 300)
+        files = C.tokenizer_files(tokenizer)
+        assert json.loads(files["tokenizer_config.json"])["pad_token"] == text
+        assert C.padding_id(tokenizer) == i
 
 
 def test_a_sentencepiece_model_without_a_template_stays(llama2):
