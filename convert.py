@@ -11,7 +11,7 @@ FOLDER has config.json, safetensors files and a tokenizer, or is a GGUF file. MO
 folder, or a run's folder (its newest whole checkpoint). The environment variable TOKENIZER_PATH names
 another SentencePiece model, or `bytes`. docs/models.md says what works.
 
-Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py);
+Sections between `# === shared:` fences are in other scripts too, byte for byte (tools/sync.py);
 in a copy of your own change them as you like.
 The rest is this script's: layouts (names that begin with hf_: config.json and safetensors in and
 out), tokenizers (tokenizer.json and chat templates), commands, GGUF, and main.
@@ -25,7 +25,7 @@ Where to change what:
     what a tokenizer must be              check_bpe, check_ids, check_added
     chat templates and stop tokens        hf_chat, hf_templates
     what the folder of an export has      own_files, like_files, adapter_files, tokenizer_files
-    the classes that an export brings     REMOTE_CLASSES; they stand in tools/modeling_underpar.py
+    the classes that an export brings     REMOTE_CLASSES; they are in tools/modeling_underpar.py
     GGUF: layouts, names, splits          GGUF_ARCHITECTURES, GGUF_CONFIG, GGUF_PARTS, GGUF_SPLITS
     a new command                         main, make_parser
 """
@@ -448,7 +448,7 @@ class BytePairEncoder:
                 return ids
         ids = []
         for match in self.split.finditer(text):
-            # What stands on both sides of a dropped byte may merge.
+            # What is on both sides of a dropped byte may merge.
             piece = match[0].encode().translate(None, self.lacking)
             if piece:
                 ids += self.bpe._encode_single_piece(piece)
@@ -773,7 +773,7 @@ def stop_ids(tokenizer):
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# GDN's log decay at a document's first token, which cuts off what comes before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
 DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
@@ -787,7 +787,7 @@ class GPTConfig:
     """The shape of a network: with its weights, all that is needed to rebuild it."""
 
     vocab_size: int
-    bos_id: int  # the first token of a document; nothing sees what stands before it
+    bos_id: int  # the first token of a document; nothing sees what comes before it
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
@@ -1163,7 +1163,7 @@ class Attention(nn.Module):
         width = config.attention_width
         self.head_dim = width
         self.window = window
-        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.gated = config.attn_gate  # a head's gate comes after its query
         self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
@@ -2271,7 +2271,7 @@ def hf_layers(config, known):
 
 def hf_shape(config):
     """Return the fields of GPTConfig for a config.json. Raises UserError for what has no part."""
-    # Transformers takes this from the top level if it stands there.
+    # Transformers takes this from the top level if it is there.
     text = config.get("text_config") or {}
     if not isinstance(text, dict):
         raise UserError(f"config.json: text_config={text!r:.50}: must be an object")
@@ -2424,7 +2424,9 @@ def hf_headers(folder):
                     part = file.get_slice(key)
                     name = key.replace("model.language_model.", "model.")
                     if name in tensors:
-                        raise UserError(f"{path}: {key}: stands in another file too, or twice")
+                        raise UserError(
+                            f"{path}: {key}: is in another file too, or twice in this one"
+                        )
                     tensors[name] = HfTensor(path, key, name, part.get_dtype(), part.get_shape())
         except (safetensors.SafetensorError, OSError) as error:
             raise UserError(f"{path}: no whole safetensors file: {error!s:.200}") from None
@@ -2652,7 +2654,7 @@ def report_import(folder, tokenizer):
             "by PreTrainedTokenizerFast.from_pretrained"
         )
     begin = repr(tokenizer.facts["bos"]) if begin_ids(tokenizer) else "nothing"
-    print(f"{folder}: {tokenizer.vocab_size} tokens; before a text stands {begin}")
+    print(f"{folder}: {tokenizer.vocab_size} tokens; before each text comes {begin}")
     lacking = sorted({bytes([byte]) for byte in range(256)} - set(tokenizer.pieces))
     if lacking and "ranks" in tokenizer.facts:
         names = " ".join(byte.hex() for byte in lacking)
@@ -2754,13 +2756,13 @@ def check_ids(vocab, added, size):
     ):
         raise UserError("tokenizer.json: two tokens have one id, or one has two")
     # The package tokenizers numbers added tokens that the vocabulary lacks itself, from its number
-    # of pieces on. Where it has a hole, these are not the ids that stand in the file.
+    # of pieces on. Where it has a hole, these are not the ids in the file.
     lacking = [text for text in added if text not in vocab]
     for i, text in enumerate(lacking, len(vocab)):
         if added[text] != i:
             raise UserError(
                 f"tokenizer.json: added token {text!r:.50} has the id {added[text]}: must be {i}, "
-                "as the package tokenizers numbers it, or stand in the vocabulary"
+                "as the package tokenizers numbers it, or be in the vocabulary"
             )
 
 
@@ -3213,7 +3215,7 @@ def import_(args):
             unpack_gguf(args.folder, Path(folder))
             import_folder(Path(folder), args)
         except UserError as error:
-            # What stands in the folder came from the file.
+            # What is in the folder came from the file.
             message = str(error).replace(f"{folder}/", "").replace(f"{folder}: ", "")
             raise UserError(f"{args.folder}: {message}") from None
 
@@ -3380,7 +3382,7 @@ def like_files(folder, source, network):
         if tensor.name == "lm_head.weight" and network.head is None:
             view = network.embed
         if view is not None:
-            # Behind the network's rows stand those of ids without a token.
+            # After the network's rows come those of ids without a token.
             w = torch.cat([view.to(w.dtype), w[len(view) :]])
         state[tensor.key] = w
     if views:
@@ -3469,7 +3471,7 @@ GGUF_ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# The fields of config.json by their keys, before which the architecture stands.
+# The fields of config.json by their keys, before which the architecture is written.
 GGUF_CONFIG = {
     "vocab_size": "vocab_size",
     "block_count": "num_hidden_layers",
@@ -3773,7 +3775,7 @@ def gguf_byte_level(values, config):
         if kind == GGUF_UNUSED:
             continue
         if text in vocab:
-            raise UserError(f"tokenizer.ggml.tokens: {text!r:.50} stands at {vocab[text]} and {i}")
+            raise UserError(f"tokenizer.ggml.tokens: {text!r:.50} is at {vocab[text]} and {i}")
         vocab[text] = i
         if kind != GGUF_NORMAL:
             added.append({"id": i, "content": text, "special": kind != GGUF_USERS})

@@ -10,7 +10,7 @@ MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, 
 newest whole checkpoint), or what `unpack` or `apply` wrote. Settings below are environment
 variables, in capitals; DATA_PATH and MATRIX_BITS are the checkpoint's unless they are given.
 
-Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py);
+Sections between `# === shared:` fences are in other scripts too, byte for byte (tools/sync.py);
 in a copy of your own change them as you like.
 The rest is this script's: settings, weights (how a MODEL is packed and written; GPTQ;
 distillation), commands (a function for each, of the parsed arguments), and main, which looks at all
@@ -19,7 +19,7 @@ settings, then calls the command's function.
 Where to change what:
     how weights are rounded               quantize, quant_table
     what GPTQ measures and chooses        gptq, improve_codes, InputSums
-    what stands in the artifact           pack_artifact, decode_artifact
+    what is in the artifact               pack_artifact, decode_artifact
     how codes become bytes                RansCoder, rans_table, count_symbols
     how deltas are rounded and packed     quantize_delta, pack_delta
     how scales of a delta are trained     distill
@@ -910,7 +910,7 @@ def check_dataset(data_path, manifest):
     """
     where = Path(data_path) / "manifest.json"
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: validation documents also stand in training")
+        raise UserError(f"{where}: validation documents are also in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
@@ -932,7 +932,7 @@ def check_dataset(data_path, manifest):
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# GDN's log decay at a document's first token, which cuts off what comes before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
 DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
@@ -946,7 +946,7 @@ class GPTConfig:
     """The shape of a network: with its weights, all that is needed to rebuild it."""
 
     vocab_size: int
-    bos_id: int  # the first token of a document; nothing sees what stands before it
+    bos_id: int  # the first token of a document; nothing sees what comes before it
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
@@ -1322,7 +1322,7 @@ class Attention(nn.Module):
         width = config.attention_width
         self.head_dim = width
         self.window = window
-        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.gated = config.attn_gate  # a head's gate comes after its query
         self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
@@ -2703,7 +2703,7 @@ def copy_tokenizer(header, out, *models):
             return
         if path == target and path.exists():
             raise UserError(
-                f"OUT {str(out)!r}: its tokenizer must stand beside it as {path}, but that file is of "
+                f"OUT {str(out)!r}: its tokenizer must be beside it as {path}, but that file is of "
                 "another model; choose another folder for OUT, a new one for example"
             )
     sys.stderr.write(f"{out}: sample.py needs TOKENIZER_PATH, for no {name} was found to copy\n")

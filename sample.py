@@ -11,7 +11,7 @@ training holds out, and REWARD marks the answers. Multiple choice and other benc
 lm-evaluation-harness, which docs/scoring.md explains too.
 
 Every setting below is an environment variable or an argument, NAME=value. Sections between
-`# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py).
+`# === shared:` fences are in other scripts too, byte for byte (tools/sync.py).
 
 Where to change what:
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
@@ -115,7 +115,7 @@ class Settings:
     prompt: str = ""  # text to continue; empty: a document's beginning
     # of a prompt; chat: a user's turn, as post-training has it
     layout: Literal["text", "chat"] = "text"
-    system: str = ""  # what stands before the prompt; in a chat the first turn
+    system: str = ""  # what comes before the prompt; in a chat the first turn
     tools: Paths = ""  # JSON file, a list of tools that the model may call; before SYSTEM
     num_samples: int = bounded(1, 1)  # how many continuations
     max_new_tokens: int = bounded(100, 1)  # length of each, at most
@@ -1033,7 +1033,7 @@ class BytePairEncoder:
                 return ids
         ids = []
         for match in self.split.finditer(text):
-            # What stands on both sides of a dropped byte may merge.
+            # What is on both sides of a dropped byte may merge.
             piece = match[0].encode().translate(None, self.lacking)
             if piece:
                 ids += self.bpe._encode_single_piece(piece)
@@ -1397,7 +1397,7 @@ class RowReport:
         for kind, counts in self.unused().items():
             parts.append(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.items())}")
         if self.twice:
-            parts.append(f"{len(self.twice)} stand twice {places(self.twice)}")
+            parts.append(f"{len(self.twice)} occur twice {places(self.twice)}")
         return "data: " + "; ".join(parts)
 
 
@@ -1805,7 +1805,7 @@ def history_turns(row, notes):
 def question_turns(row, notes):
     """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
 
-    The question is messages, or a text, behind which those of `input` and `context` stand.
+    The question is messages, or a text, followed by those of `input` and `context`.
     """
     question = next((name for name in QUESTIONS if name in row), "prompt")
     turns = field_turns(row, "<|user|>", notes, question)
@@ -2016,7 +2016,7 @@ def check_answer(tokenizer, turns, text):
     for name, rest in parts:
         if chat_text(tokenizer, [*before, rest], False) == text:
             raise RowError(
-                f"the chat template does not write {name!r} of an answer; must stand in its text"
+                f"the chat template does not write {name!r} of an answer; must be in its text"
             )
 
 
@@ -2289,7 +2289,7 @@ def query_turns(query):
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# GDN's log decay at a document's first token, which cuts off what comes before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
 DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
@@ -2303,7 +2303,7 @@ class GPTConfig:
     """The shape of a network: with its weights, all that is needed to rebuild it."""
 
     vocab_size: int
-    bos_id: int  # the first token of a document; nothing sees what stands before it
+    bos_id: int  # the first token of a document; nothing sees what comes before it
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
@@ -2679,7 +2679,7 @@ class Attention(nn.Module):
         width = config.attention_width
         self.head_dim = width
         self.window = window
-        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.gated = config.attn_gate  # a head's gate comes after its query
         self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
@@ -3682,7 +3682,7 @@ def load_model(name, path):
     """Return a network, on the CPU, its tokenizer and the file that they are from.
 
     path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
-    has none. The tokenizer's file stands beside it. name: the setting that a UserError blames.
+    has none. The tokenizer's file is beside it. name: the setting that a UserError blames.
     """
     return load_stored(read_stored(name, path))
 
@@ -3754,7 +3754,7 @@ class TextContext(Context):
     """
 
     layers: list  # a dict for each layer: name -> tensor, with a row for each text
-    slots: Tensor  # (T,), where the tokens stand in the texts
+    slots: Tensor  # (T,), where the tokens are in the texts
     distance: Tensor  # (T, room), how far before a token each slot is
     is_seen: Tensor  # (B, T, room), whether a token sees it
 
@@ -4212,7 +4212,7 @@ def is_interrupt(error):
 @contextlib.contextmanager
 def first_on_path(folder):
     """A block in which `import` finds the files of a folder before all others, as it does for the
-    file that Python runs. Afterwards the folder stands behind those of earlier blocks.
+    file that Python runs. Afterwards the folder comes after those of earlier blocks.
     """
     folder = str(folder)
     others = {}  # modules that have a name of a file in this folder
@@ -4648,7 +4648,7 @@ def sampled(model, prompts, count, seeds, settings):
 
 
 def system_turns(settings):
-    """Return the turns that stand before all others, those of rows: TOOLS and SYSTEM, if given."""
+    """Return the turns that come before all others, those of rows: TOOLS and SYSTEM, if given."""
     turns = [("<|system|>", settings.system)] if settings.system else []
     if not settings.tools:
         return turns
@@ -5260,7 +5260,7 @@ def score_win(models, path, settings):
 
 
 def word_groups(text, n):
-    """Return each n words of a text that stand side by side."""
+    """Return each n neighbouring words of a text."""
     words = text.split()
     return [*zip(*(words[start:] for start in range(n)), strict=False)]
 

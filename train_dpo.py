@@ -11,7 +11,7 @@ a `margin`. `:0.5` takes half of a file's rows in each pass. Guide: docs/dpo.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
-Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py);
+Sections between `# === shared:` fences are in other scripts too, byte for byte (tools/sync.py);
 in a copy of your own change them as you like.
 
 Where to change what:
@@ -1086,7 +1086,7 @@ class BytePairEncoder:
                 return ids
         ids = []
         for match in self.split.finditer(text):
-            # What stands on both sides of a dropped byte may merge.
+            # What is on both sides of a dropped byte may merge.
             piece = match[0].encode().translate(None, self.lacking)
             if piece:
                 ids += self.bpe._encode_single_piece(piece)
@@ -1450,7 +1450,7 @@ class RowReport:
         for kind, counts in self.unused().items():
             parts.append(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.items())}")
         if self.twice:
-            parts.append(f"{len(self.twice)} stand twice {places(self.twice)}")
+            parts.append(f"{len(self.twice)} occur twice {places(self.twice)}")
         return "data: " + "; ".join(parts)
 
 
@@ -1858,7 +1858,7 @@ def history_turns(row, notes):
 def question_turns(row, notes):
     """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
 
-    The question is messages, or a text, behind which those of `input` and `context` stand.
+    The question is messages, or a text, followed by those of `input` and `context`.
     """
     question = next((name for name in QUESTIONS if name in row), "prompt")
     turns = field_turns(row, "<|user|>", notes, question)
@@ -2069,7 +2069,7 @@ def check_answer(tokenizer, turns, text):
     for name, rest in parts:
         if chat_text(tokenizer, [*before, rest], False) == text:
             raise RowError(
-                f"the chat template does not write {name!r} of an answer; must stand in its text"
+                f"the chat template does not write {name!r} of an answer; must be in its text"
             )
 
 
@@ -2197,7 +2197,7 @@ def answer_ids(tokenizer, before, answer):
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# GDN's log decay at a document's first token, which cuts off what comes before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
 DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
@@ -2211,7 +2211,7 @@ class GPTConfig:
     """The shape of a network: with its weights, all that is needed to rebuild it."""
 
     vocab_size: int
-    bos_id: int  # the first token of a document; nothing sees what stands before it
+    bos_id: int  # the first token of a document; nothing sees what comes before it
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
@@ -2587,7 +2587,7 @@ class Attention(nn.Module):
         width = config.attention_width
         self.head_dim = width
         self.window = window
-        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.gated = config.attn_gate  # a head's gate comes after its query
         self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
@@ -4399,7 +4399,7 @@ def load_model(name, path):
     """Return a network, on the CPU, its tokenizer and the file that they are from.
 
     path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
-    has none. The tokenizer's file stands beside it. name: the setting that a UserError blames.
+    has none. The tokenizer's file is beside it. name: the setting that a UserError blames.
     """
     return load_stored(read_stored(name, path))
 
@@ -4586,7 +4586,7 @@ def read_record(setting, path):
         check_json(record, {"settings": {}}, "it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(f"{setting}: {path} cannot be read: {error}") from None
-    # A setting that has become a constant since then may stand there with the constant's value.
+    # A setting that has become a constant since then may be there with the constant's value.
     retired = {name.lower(): value for name, value in OTHER_NAMES.items()}
     names = {name for name, value in record["settings"].items() if value != retired.get(name)}
     names ^= Settings.__dataclass_fields__.keys()
@@ -5156,7 +5156,7 @@ def report_packing(run, nats):
 
 
 def bad_scores(result):
-    """Return the names of a result's scores that are not finite. A mean stands before its interval,
+    """Return the names of a result's scores that are not finite. A mean comes before its interval,
     which one row does not have.
     """
     scores = [name for name in result if name.startswith(("val_loss", "val_bpb"))]
@@ -5261,7 +5261,7 @@ def read_examples(settings, parse, log):
     """Return Examples of TRAIN_FILES and VAL_FILES; parse: see parse_rows.
 
     Without VAL_FILES one prompt in ten is held out, with all its examples of all files. With them,
-    examples are left out of training whose prompt stands there. Raises UserError.
+    examples whose prompt is there are left out of training. Raises UserError.
     """
     weights = weighted_files("TRAIN_FILES", settings.train_files)
     files = [read_rows(path, parse, log) for path in weights]
@@ -5924,7 +5924,7 @@ WRITTEN_TOKENS = 32  # of a recorded answer, at most: texts are read again for e
 def likeliest_ids(network, prompts, count, stop):
     """Return the `count` tokens that a network finds likeliest after each prompt (ids), one by one.
 
-    Once all texts have a token of `stop`, no more are found: zeros stand behind it. The few texts are
+    Once all texts have a token of `stop`, no more are found: zeros follow it. The few texts are
     read again for each token: without a cache any network writes them, a sharded one, too, in which
     all ranks take part.
     """
@@ -6151,7 +6151,7 @@ def pair_scores(network, batch, is_reward):
     """
     if is_reward:
         rows = torch.arange(len(batch.ids), device=batch.ids.device)
-        last = batch.mask.cumsum(1).argmax(1) + 1  # the end token stands after the last target
+        last = batch.mask.cumsum(1).argmax(1) + 1  # the end token comes after the last target
         features = row_features(network, batch)[rows, last]
         scores = features.to(network.w_value.dtype) @ network.w_value
     else:

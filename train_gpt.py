@@ -9,7 +9,7 @@ A run trains the network, packs it into one artifact file and scores the network
 from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact) and
 result.json. Every setting below is an environment variable or an argument, NAME=value.
 
-Sections between `# === shared:` fences stand in other scripts too, byte for byte: after a change
+Sections between `# === shared:` fences are in other scripts too, byte for byte: after a change
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 
 Where to change what:
@@ -1014,7 +1014,7 @@ def check_dataset(data_path, manifest):
     """
     where = Path(data_path) / "manifest.json"
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: validation documents also stand in training")
+        raise UserError(f"{where}: validation documents are also in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
@@ -1191,7 +1191,7 @@ def split_windows(stream, share, settings):
 
 
 def check_mixture(pairs, bos_id):
-    """Raise UserError if a validation document of one folder stands in the training of another.
+    """Raise UserError if a validation document of one folder is in the training of another.
 
     pairs: streams of training and validation. A manifest counts those of its own folder only.
     """
@@ -1348,7 +1348,7 @@ class Batches:
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# GDN's log decay at a document's first token, which cuts off what comes before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
 DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
@@ -1362,7 +1362,7 @@ class GPTConfig:
     """The shape of a network: with its weights, all that is needed to rebuild it."""
 
     vocab_size: int
-    bos_id: int  # the first token of a document; nothing sees what stands before it
+    bos_id: int  # the first token of a document; nothing sees what comes before it
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
@@ -1738,7 +1738,7 @@ class Attention(nn.Module):
         width = config.attention_width
         self.head_dim = width
         self.window = window
-        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.gated = config.attn_gate  # a head's gate comes after its query
         self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
@@ -3846,7 +3846,7 @@ def read_record(setting, path):
         check_json(record, {"settings": {}}, "it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(f"{setting}: {path} cannot be read: {error}") from None
-    # A setting that has become a constant since then may stand there with the constant's value.
+    # A setting that has become a constant since then may be there with the constant's value.
     retired = {name.lower(): value for name, value in OTHER_NAMES.items()}
     names = {name for name, value in record["settings"].items() if value != retired.get(name)}
     names ^= Settings.__dataclass_fields__.keys()
@@ -4416,7 +4416,7 @@ def report_packing(run, nats):
 
 
 def bad_scores(result):
-    """Return the names of a result's scores that are not finite. A mean stands before its interval,
+    """Return the names of a result's scores that are not finite. A mean comes before its interval,
     which one row does not have.
     """
     scores = [name for name in result if name.startswith(("val_loss", "val_bpb"))]
@@ -4528,7 +4528,7 @@ IMPORTED_DEFAULTS = {
 def shape_settings(given):
     """Return values in place of the defaults: those of a run that goes on, or the shape of INIT_FROM.
 
-    given: name of a setting -> value. An ARCH_MODE that is given stands above INIT_FROM's shape, so
+    given: name of a setting -> value. An ARCH_MODE that is given overrides INIT_FROM's shape, so
     that start_config refuses what differs.
     """
     stored_values = stored_settings(given)

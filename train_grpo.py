@@ -16,7 +16,7 @@ MINI_BATCHES x EPOCHS updates. Guide: docs/grpo_gspo.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
-Sections between `# === shared:` fences stand in other scripts too, byte for byte (tools/sync.py);
+Sections between `# === shared:` fences are in other scripts too, byte for byte (tools/sync.py);
 in a copy of your own change them as you like.
 
 Where to change what:
@@ -1121,7 +1121,7 @@ class BytePairEncoder:
                 return ids
         ids = []
         for match in self.split.finditer(text):
-            # What stands on both sides of a dropped byte may merge.
+            # What is on both sides of a dropped byte may merge.
             piece = match[0].encode().translate(None, self.lacking)
             if piece:
                 ids += self.bpe._encode_single_piece(piece)
@@ -1485,7 +1485,7 @@ class RowReport:
         for kind, counts in self.unused().items():
             parts.append(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.items())}")
         if self.twice:
-            parts.append(f"{len(self.twice)} stand twice {places(self.twice)}")
+            parts.append(f"{len(self.twice)} occur twice {places(self.twice)}")
         return "data: " + "; ".join(parts)
 
 
@@ -1893,7 +1893,7 @@ def history_turns(row, notes):
 def question_turns(row, notes):
     """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
 
-    The question is messages, or a text, behind which those of `input` and `context` stand.
+    The question is messages, or a text, followed by those of `input` and `context`.
     """
     question = next((name for name in QUESTIONS if name in row), "prompt")
     turns = field_turns(row, "<|user|>", notes, question)
@@ -2157,7 +2157,7 @@ def query_turns(query):
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# GDN's log decay at a document's first token, which cuts off what comes before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
 DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
@@ -2171,7 +2171,7 @@ class GPTConfig:
     """The shape of a network: with its weights, all that is needed to rebuild it."""
 
     vocab_size: int
-    bos_id: int  # the first token of a document; nothing sees what stands before it
+    bos_id: int  # the first token of a document; nothing sees what comes before it
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
@@ -2547,7 +2547,7 @@ class Attention(nn.Module):
         width = config.attention_width
         self.head_dim = width
         self.window = window
-        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.gated = config.attn_gate  # a head's gate comes after its query
         self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
@@ -4359,7 +4359,7 @@ def load_model(name, path):
     """Return a network, on the CPU, its tokenizer and the file that they are from.
 
     path: an artifact, a checkpoint, or a run: its artifact, or the newest whole checkpoint while it
-    has none. The tokenizer's file stands beside it. name: the setting that a UserError blames.
+    has none. The tokenizer's file is beside it. name: the setting that a UserError blames.
     """
     return load_stored(read_stored(name, path))
 
@@ -4546,7 +4546,7 @@ def read_record(setting, path):
         check_json(record, {"settings": {}}, "it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(f"{setting}: {path} cannot be read: {error}") from None
-    # A setting that has become a constant since then may stand there with the constant's value.
+    # A setting that has become a constant since then may be there with the constant's value.
     retired = {name.lower(): value for name, value in OTHER_NAMES.items()}
     names = {name for name, value in record["settings"].items() if value != retired.get(name)}
     names ^= Settings.__dataclass_fields__.keys()
@@ -5116,7 +5116,7 @@ def report_packing(run, nats):
 
 
 def bad_scores(result):
-    """Return the names of a result's scores that are not finite. A mean stands before its interval,
+    """Return the names of a result's scores that are not finite. A mean comes before its interval,
     which one row does not have.
     """
     scores = [name for name in result if name.startswith(("val_loss", "val_bpb"))]
@@ -5204,7 +5204,7 @@ class TextContext(Context):
     """
 
     layers: list  # a dict for each layer: name -> tensor, with a row for each text
-    slots: Tensor  # (T,), where the tokens stand in the texts
+    slots: Tensor  # (T,), where the tokens are in the texts
     distance: Tensor  # (T, room), how far before a token each slot is
     is_seen: Tensor  # (B, T, room), whether a token sees it
 
@@ -5662,7 +5662,7 @@ def is_interrupt(error):
 @contextlib.contextmanager
 def first_on_path(folder):
     """A block in which `import` finds the files of a folder before all others, as it does for the
-    file that Python runs. Afterwards the folder stands behind those of earlier blocks.
+    file that Python runs. Afterwards the folder comes after those of earlier blocks.
     """
     folder = str(folder)
     others = {}  # modules that have a name of a file in this folder
@@ -7253,7 +7253,7 @@ def call_within(seconds, function, *arguments):
 
 
 def observation_ids(tokenizer, text):
-    """Return the ids that stand between an answer and the next one: a user's turn with this text."""
+    """Return the ids between an answer and the next one: a user's turn with this text."""
     turn = ("<|user|>", text)
     if "template" not in tokenizer.facts:
         return asked_ids(tokenizer, [turn])[len(begin_ids(tokenizer)) :]

@@ -312,7 +312,7 @@ class BytePairEncoder:
                 return ids
         ids = []
         for match in self.split.finditer(text):
-            # What stands on both sides of a dropped byte may merge.
+            # What is on both sides of a dropped byte may merge.
             piece = match[0].encode().translate(None, self.lacking)
             if piece:
                 ids += self.bpe._encode_single_piece(piece)
@@ -521,7 +521,7 @@ def check_dataset(data_path, manifest):
     """
     where = Path(data_path) / "manifest.json"
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: validation documents also stand in training")
+        raise UserError(f"{where}: validation documents are also in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
@@ -644,12 +644,12 @@ def print_summary(folder, manifest):
         )
     for name, bpb in manifest["yardsticks"].items():
         print(f"{name.removesuffix('_bpb')}: {bpb:.4f} bits per validation byte")
-    print(f"validation documents that also stand in training: {manifest['overlap_documents']}")
+    print(f"validation documents that are also in training: {manifest['overlap_documents']}")
     print(f"to train on it: DATA_PATH={folder}")
 
 
 def count_overlap(train, val, bos_id):
-    """Return how many documents of one TokenStream also stand in another, token for token."""
+    """Return how many documents of one TokenStream are also in another, token for token."""
     hashes = list(document_hashes(val, bos_id))
     repeated = set(hashes).intersection(document_hashes(train, bos_id))
     return sum(digest in repeated for digest in hashes)
@@ -765,7 +765,7 @@ SHARD_BYTES = 200_001_024  # of 100 million tokens
 TRIES = 5  # without a new byte; a machine without a network is told so after 8 seconds
 RETRY_SECONDS = 0.5  # doubled with each try
 TIMEOUT_SECONDS = 30
-READ_TOKENS = 4_000_000  # of a shard that stand in memory at once as int64
+READ_TOKENS = 4_000_000  # of a shard that are in memory at once as int64
 NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
 
 

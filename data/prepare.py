@@ -319,7 +319,7 @@ class BytePairEncoder:
                 return ids
         ids = []
         for match in self.split.finditer(text):
-            # What stands on both sides of a dropped byte may merge.
+            # What is on both sides of a dropped byte may merge.
             piece = match[0].encode().translate(None, self.lacking)
             if piece:
                 ids += self.bpe._encode_single_piece(piece)
@@ -528,7 +528,7 @@ def check_dataset(data_path, manifest):
     """
     where = Path(data_path) / "manifest.json"
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: validation documents also stand in training")
+        raise UserError(f"{where}: validation documents are also in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
@@ -651,12 +651,12 @@ def print_summary(folder, manifest):
         )
     for name, bpb in manifest["yardsticks"].items():
         print(f"{name.removesuffix('_bpb')}: {bpb:.4f} bits per validation byte")
-    print(f"validation documents that also stand in training: {manifest['overlap_documents']}")
+    print(f"validation documents that are also in training: {manifest['overlap_documents']}")
     print(f"to train on it: DATA_PATH={folder}")
 
 
 def count_overlap(train, val, bos_id):
-    """Return how many documents of one TokenStream also stand in another, token for token."""
+    """Return how many documents of one TokenStream are also in another, token for token."""
     hashes = list(document_hashes(val, bos_id))
     repeated = set(hashes).intersection(document_hashes(train, bos_id))
     return sum(digest in repeated for digest in hashes)
@@ -765,7 +765,7 @@ ENDINGS = (LINES, ".txt", ".md", ".py")  # what a folder is searched for, beside
 PACKED = (".gz", ".zst")  # compressions that each of these may have
 NOT_UTF8 = "not UTF-8 (iconv -f LATIN1 -t UTF-8 FILE > NEW converts Latin-1)"
 NAMED = 20  # files passed over that are named for each reason; the others are only counted
-LINE_BYTES = 256_000_000  # a longer line of a .jsonl file is an error, because it stands in memory
+LINE_BYTES = 256_000_000  # a longer line of a .jsonl file is an error, because it is held in memory
 # A compressed file of more is an error: text takes a tenth of its size, a forged file a thousandth.
 UNPACKED_BYTES = 256_000_000
 UNPACKED_RATIO = 200
@@ -1188,7 +1188,7 @@ def grams(data):
 
 
 class Coverage:
-    """Which 8-grams of the validation documents stand in the training documents kept so far."""
+    """Which 8-grams of the validation documents are in the training documents kept so far."""
 
     def __init__(self, documents, path):
         """Write the 8-grams of all documents to `path`, sorted, repeats kept."""
@@ -1265,8 +1265,8 @@ def first_validation(work):
 def select(request, work, counts, workers):
     """Write the documents to keep, in order, to kept/train_NN and kept/val_00; complete the counts.
 
-    A training document is dropped if over half of its 8-grams stand in validation. A validation
-    document is dropped if over half of its 8-grams stand in the training documents that are left.
+    A training document is dropped if over half of its 8-grams are in validation. A validation
+    document is dropped if over half of its 8-grams are in the training documents that are left.
     With --val validation stays as it is given: the training document that would bring one of its
     documents above half is dropped.
     """
@@ -1487,7 +1487,7 @@ def build(request, work, workers):
     train, val = check_dataset(result, manifest)
     overlap = count_overlap(train, val, tokenizer.bos_id)
     if overlap:
-        raise UserError(f"{overlap} validation documents stand in training, expected 0")
+        raise UserError(f"{overlap} validation documents are in training, expected 0")
     manifest["yardsticks"] = yardsticks(train, val, tokenizer, counted_bytes(manifest["val"]))
     return manifest
 

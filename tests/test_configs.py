@@ -46,7 +46,7 @@ def parts(path):
     settings = [re.fullmatch("([A-Z][A-Z0-9_]*)=(.*)", line) for line in lines[len(head) :]]
     assert all(settings), "NAME=value alone"
     named = dict(match.groups() for match in settings)
-    assert len(named) == len(settings), "a name stands twice"
+    assert len(named) == len(settings), "a name occurs twice"
     return head, named
 
 

@@ -227,7 +227,7 @@ def test_manifest_of_published_shards(tmp_path, capsys):
     manifest = described(tmp_path, "bytes")
     facts = dict(overlap_documents=3, published=True, name="fineweb")  # val[0], again, and val[2]
     assert manifest.items() >= facts.items()
-    assert "also stand in training: 3" in capsys.readouterr().out
+    assert "are also in training: 3" in capsys.readouterr().out
     size = sum(len(text.encode()) for text in train)
     facts = dict(documents=20, tokens=len(stream), decoded_bytes=size, source_bytes=None)
     assert manifest["train"].items() >= facts.items()

@@ -111,10 +111,10 @@ OPEN, CLOSE = "# === shared: model ===\n", "# === end: model ===\n"
         (OPEN + "m = 1\n", "b.py:1: section model is never closed"),
         (OPEN + "# === shared: lora ===\n", "b.py:2: # === shared: lora === while model is open"),
         ("m = 1\n" + CLOSE, "b.py:2: # === end: model === while no section is open"),
-        (OPEN + CLOSE + OPEN + CLOSE, "b.py:3: section model stands twice"),
+        (OPEN + CLOSE + OPEN + CLOSE, "b.py:3: section model occurs twice"),
         (
             OPEN + CLOSE + "# === shared: data ===\n# === end: data ===\n",
-            "b.py:3: section data stands too late",
+            "b.py:3: section data comes too late",
         ),
         ("# === shared: modle ===\n# === end: modle ===\n", "b.py:1: section modle is unknown"),
         ("# === shared:model ===\n", "b.py:1: misspelt fence '# === shared:model ==='"),

@@ -170,7 +170,7 @@ TOLERANCE = 0.05  # of the first arm's parameters outside embeddings
 def read_arms(words: list[str]) -> dict[str, dict[str, str]]:
     """Return arms, {name: {SETTING: value}}: scripts, CONFIG files, a .json file, or names in ARMS.
 
-    The script of an arm stands under SCRIPT, train_gpt.py if there is none.
+    The script of an arm is under SCRIPT, train_gpt.py if there is none.
     """
     if words and words[0].endswith((".env", ".py")):
         arms = {}

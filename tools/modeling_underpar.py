@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
-# GDN's log decay at a document's first token, which cuts off what stands before it: -inf would give
+# GDN's log decay at a document's first token, which cuts off what comes before it: -inf would give
 # NaN, and -1e4 would dominate the running sums of g and leave few digits for the rest.
 DOCUMENT_DECAY = -60.0
 FULL_WINDOW = 1 << 30  # the window of attention that has none
@@ -36,7 +36,7 @@ class GPTConfig:
     """The shape of a network: with its weights, all that is needed to rebuild it."""
 
     vocab_size: int
-    bos_id: int  # the first token of a document; nothing sees what stands before it
+    bos_id: int  # the first token of a document; nothing sees what comes before it
     layers: str  # one word per layer: g, s or a, see GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
@@ -412,7 +412,7 @@ class Attention(nn.Module):
         width = config.attention_width
         self.head_dim = width
         self.window = window
-        self.gated = config.attn_gate  # a head's gate stands behind its query
+        self.gated = config.attn_gate  # a head's gate comes after its query
         self.parts = [heads * (1 + self.gated), kv_heads, kv_heads]
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
@@ -764,7 +764,7 @@ class TextContext(Context):
     """
 
     layers: list  # a dict for each layer: name -> tensor, with a row for each text
-    slots: Tensor  # (T,), where the tokens stand in the texts
+    slots: Tensor  # (T,), where the tokens are in the texts
     distance: Tensor  # (T, room), how far before a token each slot is
     is_seen: Tensor  # (B, T, room), whether a token sees it
 

@@ -424,7 +424,7 @@ def check_phases(log: Log, faults: Faults) -> None:
     """Add the faults of a run's phases: each that was planned must have begun and been on."""
     faults = faults.of(log.name)
     planned = list(dict.fromkeys(log.find(r"^plan: (\w+) from ")))
-    # The plan stands in the log twice, and the second time says what became of it. Logs of before
+    # The plan is in the log twice, and the second time says what became of it. Logs of before
     # 2026-11-23 have lines of another form at the end.
     ended = dict(log.find(r"^plan: (\w+) from .* of the run, (.*)$"))
     ended |= dict(log.find(r"^phase: (\w+) +planned +[\d.]+%, (.*)$"))

@@ -602,7 +602,7 @@ def chosen_samples(samples: list[dict]) -> list[dict]:
 def sample_rows(runs: list[Run], phase: str) -> list[list]:
     """Return the rows of the table of a phase's samples, without columns that would be empty.
 
-    Held-out prompts are the same at each scoring, so all answers to one stand together.
+    Held-out prompts are the same at each scoring, so all answers to one are together.
     """
     rows = []
     for run in runs:

@@ -3,7 +3,7 @@
     python tools/sync.py FILE [SECTION…]    copy FILE's sections (all, or the named ones) into the other scripts
     python tools/sync.py --check            list every difference and malformed fence; exit code 1 if there is one
 
-A section stands between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py,
+A section is between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py,
 data/*.py and tools/modeling_underpar.py, if git knows them: a copy for an experiment is left alone until `git add`.
 Only a script that carries the fence receives the section; an empty fence is an invitation. A section that was
 itself edited since HEAD is never overwritten: commit it, revert it, or name its file as the source.
@@ -135,7 +135,7 @@ def parse(text: str, name: str) -> dict[str, Section]:
         elif section not in allowed:
             reason = "is unknown"
             if section in ORDER:
-                reason = "stands twice" if section in sections else "stands too late"
+                reason = "occurs twice" if section in sections else "comes too late"
             order = " ".join(ORDER)
             raise SyncError(f"{name}:{number}: section {section} {reason}, the order is {order}")
         else:

@@ -15,7 +15,7 @@ Every policy then plays the same held-out games greedily: those of all arms but 
 environment as it is, and these games choose no weights. Runs have one thread, and --jobs of them run
 side by side. A run that has ended is not repeated, and one that was broken off begins anew. Gains
 are paired by game. A game counts by its mean over the seeds, and the 95% intervals are over games:
-what the seeds differ by stands beside.
+what the seeds differ by is beside it.
 """
 
 import argparse

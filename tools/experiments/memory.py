@@ -12,7 +12,7 @@ attention. Left out are what no tensor shows: the CUDA context (about 0.5 GiB), 
 kernels and fragmentation; and the end of a run, which holds no more than a step.
 
 Every row of a batch is full: a window of TRAIN_SEQ_LEN tokens, or a prompt of --prompt tokens and
-an answer of MAX_NEW_TOKENS. Where two numbers stand, the second is with ACTIVATION_CHECKPOINTING=1.
+an answer of MAX_NEW_TOKENS. Where there are two numbers, the second is with ACTIVATION_CHECKPOINTING=1.
 """
 
 import argparse

@@ -90,7 +90,7 @@ def run_measured(words: list, environ: dict[str, str], log: Path) -> float:
 
 # -------------------------------------------------------------------------------------------- runs
 def make_start(race: Race, seed: int) -> Path:
-    """Return the folder of a seed's start, in transformers' form; beside it stands the run."""
+    """Return the folder of a seed's start, in transformers' form; beside it is the run."""
     run = race.out / f"start_{seed}"
     exported = race.out / f"start_{seed}_hf"
     if exported.exists():
