@@ -853,6 +853,11 @@ def newest_checkpoint(folder):
 
     The folder of a checkpoint stands for itself.
     """
+    if not list_checkpoints(folder) and not (folder / "model.pt").exists():
+        return None, [
+            f"{folder} has none: a run that ended before its first checkpoint saved nothing; it may be "
+            "deleted and started anew"
+        ]
     faults = []
     for candidate in list_checkpoints(folder) or [folder]:
         fault = checkpoint_fault(candidate)
@@ -4508,11 +4513,6 @@ def checkpoint_to_resume(folder):
             f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it"
         )
     newest, damaged = newest_checkpoint(folder)
-    if newest is None and not list_checkpoints(folder):
-        raise UserError(
-            f"{prefix} the run saved nothing, for it ended before its first checkpoint; start it "
-            f"anew without RESUME; {folder} may be deleted"
-        )
     if newest is None:
         raise UserError(f"{prefix} has no whole checkpoint step_<step>; {'; '.join(damaged)}")
     if not (newest / "training.pt").is_file():

@@ -87,7 +87,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, harm):
     file.unlink()
     check(run, net.state_dict(), first)
     shutil.rmtree(first)
-    assert refused(run).startswith("neither model.upar nor a whole checkpoint; ")
+    fault = "neither model.upar nor a whole checkpoint; "
+    assert refused(run).startswith(f"{fault}checkpoint {file.parent} is damaged")
+    shutil.rmtree(file.parent)
+    assert refused(run).startswith(f"{fault}{run} has none: ")
 
 
 def test_a_damaged_artifact_is_an_error_though_checkpoints_stand_beside(tmp_path):
