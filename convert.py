@@ -219,13 +219,14 @@ def newest_checkpoint(folder):
 
     The folder of a checkpoint stands for itself.
     """
-    if not list_checkpoints(folder) and not (folder / "model.pt").exists():
+    candidates = list_checkpoints(folder)
+    if not candidates and not (folder / "model.pt").exists():
         return None, [
             f"{folder} has none: a run that ended before its first checkpoint saved nothing; it may be "
             "deleted and started anew"
         ]
     faults = []
-    for candidate in list_checkpoints(folder) or [folder]:
+    for candidate in candidates or [folder]:
         fault = checkpoint_fault(candidate)
         if not fault:
             return candidate, faults

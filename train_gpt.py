@@ -835,13 +835,14 @@ def newest_checkpoint(folder):
 
     The folder of a checkpoint stands for itself.
     """
-    if not list_checkpoints(folder) and not (folder / "model.pt").exists():
+    candidates = list_checkpoints(folder)
+    if not candidates and not (folder / "model.pt").exists():
         return None, [
             f"{folder} has none: a run that ended before its first checkpoint saved nothing; it may be "
             "deleted and started anew"
         ]
     faults = []
-    for candidate in list_checkpoints(folder) or [folder]:
+    for candidate in candidates or [folder]:
         fault = checkpoint_fault(candidate)
         if not fault:
             return candidate, faults
@@ -4493,12 +4494,11 @@ OPTIMIZER_PRESETS = {
 }
 MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
 MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
-# Rate of RowRMSprop over TIED_EMBED_LR. At 1 the tables learned a text by heart that is read twice: 0.035 bits per
-# byte more than at 0.3 (docs/lab/2026-11.md, 2026-11-27).
+# Rate of RowRMSprop over TIED_EMBED_LR. At 1 the tables learned a text by heart that is read twice:
+# 0.035 bits per byte more than at 0.3 (docs/lab/2026-11.md, 2026-11-27).
 TABLE_LR_SHARE = 0.3
-TABLE_LR_FLOOR = (
-    0.6  # of that rate: in the warmdown it falls no further, since rows wait for readings
-)
+# Share of that rate that is left in the warmdown: a rare row read near the end would hardly learn.
+TABLE_LR_FLOOR = 0.6
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
 # Tokens of a document between two steps of test-time training, and the adapters' AdamW.
 TTT_CHUNK_SIZE = 64
