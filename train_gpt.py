@@ -4648,12 +4648,35 @@ def compile_model(network, settings):
     return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)
 
 
-def forward_backward(model, batches, step):
+def table_dropout(passes):
+    """Return the share of rows of the hashed tables that a step leaves out.
+
+    passes: how often the run reads its training text in all. When a token is read again, the rows of
+    its pair and triple have learned it, and the network comes to trust rows more than it can on new
+    text: web text read 1.4 times lost 0.08 bits per byte, Python's library read 3.1 times 0.35. The
+    share rises with that of repeated reads. Best of those tried were 0 for one pass, 0.35 for 1.2,
+    0.5 for 1.4 and 0.7 for 3.1 (docs/lab/2026-11.md, 2026-11-28).
+    """
+    return 0.8 * math.sqrt(1 - 1 / max(1.0, passes))
+
+
+def planned_passes(settings, plan, data):
+    """Return how often the run will have read its training text, as its steps go so far.
+
+    0 in the first step of a run by the clock, whose length is not known yet.
+    """
+    if not plan.step_share:
+        return 0.0
+    tokens = settings.train_seq_len * sum(map(len, data.windows))
+    return settings.train_batch_tokens / plan.step_share / tokens
+
+
+def forward_backward(model, batches, step, passes=0.0):
     """Compute this rank's gradients of the mean loss over the global batch.
 
     Return this rank's part of that mean, in nats per token. On a CPU the hashed tables have a sparse
     gradient: a dense one of millions of rows, of which a step reads thousands, took an eighth of a
-    step. Ranks sum dense ones.
+    step. Ranks sum dense ones. passes: see table_dropout.
     """
     runtime = batches.runtime
     table = getattr(model, "ngram_embed", None)
@@ -4663,13 +4686,19 @@ def forward_backward(model, batches, step):
         and runtime.device.type == "cpu"
         and not runtime.distributed
     )
+    dropout = table_dropout(passes)
+    if dropout:
+        torch.manual_seed(batches.settings.seed + step)  # a resumed run leaves out the same rows
     model.zero_grad()
     loss = torch.zeros((), device=runtime.device)
     for ids, targets, *borders in batches.micro_batches(step):
-        rows = {}
-        if is_sparse:
-            rows["ngrams"] = model.ngrams(model.context(ids), sparse=True)
-        losses = model(ids, targets, *borders, **rows)
+        tables = {}
+        if table is not None:
+            rows = model.ngrams(model.context(ids), sparse=is_sparse)
+            if dropout:
+                rows = F.dropout1d(rows.view(-1, 2, BIGRAM_DIM), dropout).view_as(rows)
+            tables["ngrams"] = rows
+        losses = model(ids, targets, *borders, **tables)
         part = losses.sum() / batches.settings.train_batch_tokens
         part.backward()
         loss += part.detach()
@@ -5198,6 +5227,7 @@ def main():
                     network, exporter.widen, 0.99 * limit, header, run, pack=False
                 )
         multiplier = plan.rates(progress)
+        passes = planned_passes(settings, plan, data)
 
         # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
         # artifact, and the gradient is applied to the unrounded weights (straight through).
@@ -5205,7 +5235,7 @@ def main():
         if plan.is_on("qat"):
             rounding = quantized(network, quant_table(settings, exporter.widen))
         with rounding:
-            loss = forward_backward(model, batches, run.step)
+            loss = forward_backward(model, batches, run.step, passes)
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         clip = settings.grad_clip_norm
         norm, extra = reduce_gradients(gradients(network), runtime, clip, extra)
@@ -5229,6 +5259,7 @@ def main():
         metrics = {
             "lr_mul": multiplier,
             "progress": progress,
+            "passes": passes,
             "tok_s": run.step * settings.train_batch_tokens / clock.elapsed(),
         }
 
