@@ -332,6 +332,63 @@ def test_sparse_gradients_of_tables_are_the_dense_ones():
     assert norm > 0.01
 
 
+class Recorder:
+    """A network that notes which rows of the hashed tables the forward gets."""
+
+    def __init__(self, network):
+        self.network = network
+        self.found = []
+
+    def __getattr__(self, name):
+        return getattr(self.network, name)
+
+    def __call__(self, ids, targets, ngrams):
+        self.found.append(ngrams.detach().clone())
+        return self.network(ids, targets, ngrams=ngrams)
+
+
+def test_rows_of_the_tables_are_left_out_of_repeated_text():
+    """Whole rows, pairs and triples apart, the others larger; the same ones when a run is resumed."""
+    torch.manual_seed(7)
+    network = make()
+    nn.init.normal_(network.ngram_embed)
+    nn.init.normal_(network.head)
+    ids, targets = torch.randint(64, (2, 50, 40))
+    batches = SimpleNamespace(runtime=ALONE, settings=T.Settings(train_batch_tokens=4000))
+    batches.micro_batches = lambda step: [(ids, targets)] * 2
+    rows = network.ngrams(network.context(ids)).detach().view(-1, 2, 64)
+
+    def found(step, passes):
+        recorder = Recorder(network)
+        T.forward_backward(recorder, batches, step, passes)
+        return [part.view(-1, 2, 64) for part in recorder.found]
+
+    assert all(torch.equal(part, rows) for passes in (0.4, 1.0) for part in found(3, passes))
+    share = 0.8 * math.sqrt(0.5)  # half of the tokens of two passes are read again
+    parts = found(3, 2.0)
+    kept = torch.stack([part.abs().amax(-1) > 0 for part in parts])
+    for part, is_kept in zip(parts, kept, strict=True):
+        torch.testing.assert_close(part, rows * is_kept[..., None] / (1 - share))
+    # 8,000 draws: five standard deviations of a share are 0.028, of the product of two 0.025.
+    assert kept.float().mean().item() == pytest.approx(1 - share, abs=0.028)
+    both = kept.all(-1).float().mean().item()
+    assert both == pytest.approx((1 - share) ** 2, abs=0.025)
+    assert not torch.equal(*kept)  # the second micro-batch draws others
+    assert torch.equal(kept, torch.stack(found(3, 2.0)).abs().amax(-1) > 0)
+    assert not torch.equal(kept, torch.stack(found(4, 2.0)).abs().amax(-1) > 0)
+
+
+def test_passes_over_the_text_are_counted_ahead():
+    """40 steps of 512 tokens over 64 windows of 128 are 2.5 passes."""
+    settings = T.Settings(train_batch_tokens=512, train_seq_len=128, iterations=40)
+    plan = T.Plan(settings)
+    data = SimpleNamespace(windows=[range(60), range(4)])
+    assert T.planned_passes(settings, plan, data) == 0  # nothing is known yet
+    for step in range(40):
+        plan.begin_phases(step, (step + 1) / 40)
+        assert T.planned_passes(settings, plan, data) == pytest.approx(2.5)
+
+
 def test_a_step_without_finite_gradients_moves_no_row_of_a_sparse_one():
     training = Training("muon")
     before = training.weights()
