@@ -171,7 +171,7 @@ class Settings:
     # schedule, in shares of the run (see Clock)
     # shape of the warmdown, see Plan.rates; cosine falls over the whole run, constant not at all
     lr_schedule: Literal["linear", "flat_cosine", "wsd", "cosine", "constant"] = "linear"
-    warmup_frac: float = bounded(0.02, 0.0, 1.0)  # share in which the learning rate rises from 0
+    warmup_frac: float = bounded(0.02, 0.0, 1.0)  # share in which the learning rate rises
     warmdown_frac: float = bounded(0.3, 0.0, 1.0)  # last share, in which it falls to the floor
     warmdown_iters: int = 0  # the warmdown in steps of ITERATIONS; 0: use the share
     lr_floor: float = bounded(0.1, 0.0, 1.0)  # last multiplier of the learning rate

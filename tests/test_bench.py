@@ -221,6 +221,17 @@ def test_arms_have_equal_parameters_and_right_settings(tmp_path, capsys):
         arms.script_of(arms.read_arms(["none.py"])["none"])
 
 
+def test_common_settings_replace_those_of_an_arms_config(tmp_path):
+    """Each name is once in the file that a run reads: `--arms a.env b.env --seconds 7 --set SEED=3`."""
+    common_settings = {"MAX_WALLCLOCK_SECONDS": "7", "SEED": "3"}
+    (tmp_path / "a.env").write_text("# its head\nMODEL_DIM=64\nMAX_WALLCLOCK_SECONDS = 180\n")
+    found = {"a": {"CONFIG": str(tmp_path / "a.env")}, "b": {"MLP": "gelu"}}
+    paths = arms.write_configs(found, tmp_path / "runs", common_settings)
+    assert list(paths) == ["a"]
+    given = T.read_config(arms.ROOT / paths["a"])
+    assert given == {"MODEL_DIM": "64", **common_settings}
+
+
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """Calls a tool with a command line and a stub for runs: (exit code, out, err, runs)."""

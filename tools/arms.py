@@ -310,9 +310,11 @@ def write_configs(arms: dict[str, dict], folder: Path, common: dict[str, str]) -
         if "CONFIG" in settings:
             path = folder / f"{name}.env"
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = (ROOT / settings["CONFIG"]).read_text(encoding="utf-8").rstrip("\n")
-            lines = [f"{key}={value}\n" for key, value in common.items()]
-            path.write_text(f"{text}\n{''.join(lines)}", encoding="utf-8")
+            own = (ROOT / settings["CONFIG"]).read_text(encoding="utf-8").splitlines()
+            # A config file may have each name once: a common setting replaces the file's.
+            lines = [line for line in own if line.partition("=")[0].strip() not in common]
+            lines += [f"{key}={value}" for key, value in common.items()]
+            path.write_text("\n".join([*lines, ""]), encoding="utf-8")
             paths[name] = os.path.relpath(path, ROOT)
     return paths
 
