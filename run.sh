@@ -134,7 +134,14 @@ check_compiler() {
   export COMPILE=0
 }
 
-run_folder() { local out; out="$(setting OUT_DIR)"; printf '%s' "${out:-runs}/$RUN_ID"; }
+# The folder of the run; one that is resumed keeps its own.
+run_folder() {
+  local name out
+  name="$(setting RESUME)"
+  name="${name:-$RUN_ID}"
+  out="$(setting OUT_DIR)"
+  case "$name" in */*) printf '%s' "$name" ;; *) printf '%s' "${out:-runs}/$name" ;; esac
+}
 
 train() {
   local gpus=0 data="" path

@@ -147,6 +147,21 @@ def test_run_sh_picks_by_gpus_unless_config_is_given(gpus):
 SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ({}, "runs/new"),
+        (dict(OUT_DIR="/disk"), "/disk/new"),
+        (dict(RESUME="old"), "runs/old"),
+        (dict(RESUME="old", OUT_DIR="/disk"), "/disk/old"),
+        (dict(RESUME="/disk/old", OUT_DIR="else"), "/disk/old"),
+    ],
+)
+def test_run_sh_samples_from_the_run_that_is_resumed(given, folder):
+    code = run_sh(r"^run_folder\(\) \{.*?^\}\n", SETTING)
+    assert bash(f"CONFIG_LINES=\n{code}run_folder", RUN_ID="new", **given) == folder
+
+
 def test_run_sh_reads_a_config_as_the_scripts_do(tmp_path):
     path = tmp_path / "my own.env"
     path.write_text("export OUT_DIR='my runs # 2'  # quoted\r\n# DATA_PATH=x\nCOMPILE = 0\n")
