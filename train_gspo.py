@@ -2812,7 +2812,7 @@ class GPT(nn.Module):
         """Return what the head reads (B, T, dim), for ids (B, T).
 
         doc and borders: see `context`. Texts that are generated bring a context of their own (Decoder
-        in sample.py), and training on a CPU brings what `ngrams` returns (train_gpt.py).
+        in sample.py), and the steps of train_gpt.py bring what `ngrams` returns.
         """
         config = self.config
         context = context or self.context(ids, doc, borders)

@@ -224,7 +224,8 @@ def test_arms_have_equal_parameters_and_right_settings(tmp_path, capsys):
 def test_common_settings_replace_those_of_an_arms_config(tmp_path):
     """Each name is once in the file that a run reads: `--arms a.env b.env --seconds 7 --set SEED=3`."""
     common_settings = {"MAX_WALLCLOCK_SECONDS": "7", "SEED": "3"}
-    (tmp_path / "a.env").write_text("# its head\nMODEL_DIM=64\nMAX_WALLCLOCK_SECONDS = 180\n")
+    lines = "# its head\nMODEL_DIM=64\nMAX_WALLCLOCK_SECONDS = 180\nexport SEED=1\n"
+    (tmp_path / "a.env").write_text(lines)
     found = {"a": {"CONFIG": str(tmp_path / "a.env")}, "b": {"MLP": "gelu"}}
     paths = arms.write_configs(found, tmp_path / "runs", common_settings)
     assert list(paths) == ["a"]

@@ -312,7 +312,8 @@ def write_configs(arms: dict[str, dict], folder: Path, common: dict[str, str]) -
             path.parent.mkdir(parents=True, exist_ok=True)
             own = (ROOT / settings["CONFIG"]).read_text(encoding="utf-8").splitlines()
             # A config file may have each name once: a common setting replaces the file's.
-            lines = [line for line in own if line.partition("=")[0].strip() not in common]
+            names = [line.partition("=")[0].removeprefix("export ").strip() for line in own]
+            lines = [line for name, line in zip(names, own, strict=True) if name not in common]
             lines += [f"{key}={value}" for key, value in common.items()]
             path.write_text("\n".join([*lines, ""]), encoding="utf-8")
             paths[name] = os.path.relpath(path, ROOT)
