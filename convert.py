@@ -162,6 +162,11 @@ def exit_code(main):
             # message instead of eight.
             time.sleep(5)
         message, *_ = str(error).split("\n")
+        if isinstance(error, torch.OutOfMemoryError):
+            message += (
+                "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
+                "less memory (docs/runs.md has more)"
+            )
         report_error(f"error: {message}")
         return 2 if isinstance(error, UserError) else 1
     except Exception as error:

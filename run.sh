@@ -97,6 +97,14 @@ planned_shards() {
   printf '%s' $(((tokens + 99999999) / 100000000))
 }
 
+# Prints how many of $1 GPUs can share the windows of a step evenly.
+planned_ranks() {
+  local ranks="$1" batch length
+  batch="$(setting TRAIN_BATCH_TOKENS)" length="$(setting TRAIN_SEQ_LEN)"
+  while [ "$ranks" -gt 1 ] && [ $((${batch:-524288} / ${length:-2048} % ranks)) != 0 ]; do ranks=$((ranks - 1)); done
+  printf '%s' "$ranks"
+}
+
 # Makes the data that $1 names and points DATA_PATH at it. $2: DATA_PATH until now, $3: number of GPUs.
 prepare_data() {
   local variant
@@ -144,7 +152,7 @@ run_folder() {
 }
 
 train() {
-  local gpus=0 data="" path
+  local gpus=0 ranks data="" path
   read_config
   if [ "$BUILD" = cuda ] && [ "$(setting DEVICE)" != cpu ]; then
     gpus="$($RUN -c 'import torch; print(torch.cuda.device_count())')"
@@ -159,6 +167,10 @@ train() {
     *) export CONFIG="${CONFIG:-configs/golf_8gpu.env}" ;;
   esac
   [ -n "$CONFIG_LINES" ] || read_config
+  ranks="$(planned_ranks "$gpus")"
+  [ "$ranks" = "$gpus" ] ||
+    say "Training: on $ranks of $gpus GPUs, for TRAIN_BATCH_TOKENS has to be a multiple of their number"
+  gpus="$ranks"
   # DATA_PATH of the environment stands above DATA, and DATA above DATA_PATH of the config.
   path="$(setting DATA_PATH)"
   [ -n "${DATA_PATH-}" ] || data="$DATA"

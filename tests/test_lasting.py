@@ -346,10 +346,11 @@ def test_the_exit_code_of_each_fault(capsys):
         (T.UserError("much\nmore"), 2),
         (FloatingPointError("much"), 1),
         (OSError("much"), 1),
-        (torch.OutOfMemoryError("much"), 1),
     ):
         assert T.exit_code(functools.partial(main, error)) == code
         assert capsys.readouterr().err == "error: much\n"
+    assert T.exit_code(functools.partial(main, torch.OutOfMemoryError("much"))) == 1
+    assert capsys.readouterr().err.startswith("error: much; in training, a smaller MICRO_BATCH_")
     assert T.exit_code(functools.partial(main, KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == "stopped by SIGINT: nothing was saved\n"
     assert T.exit_code(lambda: 143) == 143

@@ -1,4 +1,5 @@
-"""Counts the size of Python code in tokens, the same on every Python version: the measure of design.md's "Calm code".
+"""Counts the size of Python code in tokens, the same on every Python version: the measure of the
+limits in tests/test_house.py.
 
     python tokens.py train_gpt.py sample.py              tokens, tokens a line of code, the longest functions
     python tokens.py --json train_gpt.py
