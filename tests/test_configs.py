@@ -180,7 +180,7 @@ def with_config(code, case, folder=ROOT):
 
 def test_run_sh_takes_as_many_gpus_as_share_a_step_evenly():
     code = run_sh(SETTING, r"^planned_ranks\(\) \{.*?^\}\n") + "planned_ranks $gpus"
-    for config, ranks in {"golf_1gpu": "1122", "golf_8gpu": "12344668"}.items():
+    for config, ranks in {"golf_1gpu": "1224", "golf_8gpu": "12344668"}.items():
         for gpus, taken in enumerate(ranks, 1):
             assert with_config(code, f"{config} {gpus}") == taken
     assert with_config(code, "golf_1gpu 3 TRAIN_BATCH_TOKENS=6144 TRAIN_SEQ_LEN=2048") == "3"
