@@ -4653,35 +4653,40 @@ def compile_model(network, settings):
     return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)
 
 
-def table_dropout(passes):
-    """Return the share of rows of the hashed tables that a step leaves out.
+def table_dropout(passes, tokens_per_row):
+    """Return the share of rows of the hashed tables that a step leaves out, in percents.
 
-    passes: how often the run reads its training text in all. When a token is read again, the rows of
-    its pair and triple have learned it, and the network comes to trust rows more than it can on new
-    text: web text read 1.4 times lost 0.08 bits per byte, Python's library read 3.1 times 0.35. The
-    share rises with that of repeated reads. Best of those tried were 0 for one pass, 0.35 for 1.2,
-    0.5 for 1.4 and 0.7 for 3.1 (docs/lab/2026-11.md, 2026-11-28).
+    The windows of a step are from all over the text. So a row has soon learned what its document says
+    behind its pair or triple, in a second pass even the very token that follows, and the network comes
+    to trust rows more than it can on new text: web text read 1.4 times lost 0.08 bits per byte. The
+    share is a curve through the best ones of those tried: 0.15 to 0.2 for one pass, 0.35 for 1.2, 0.45
+    for 1.4 and 0.7 for 3.1 (docs/lab/2026-11.md, 2026-11-28).
+
+    passes: how often the run reads its training text in all. tokens_per_row: those of the text for
+    each row of a table, 77 where this was tried; rows of many thousands learn nothing by heart.
     """
-    return 0.8 * math.sqrt(1 - 1 / max(1.0, passes))
+    if not passes:
+        return 0.0
+    share = 0.75 / (1 + 3.2 / passes**4)
+    return round(share * min(1.0, 2000 / tokens_per_row), 2)
 
 
-def planned_passes(settings, plan, data):
+def planned_passes(settings, plan, text_tokens):
     """Return how often the run will have read its training text, as its steps go so far.
 
     0 in the first step of a run by the clock, whose length is not known yet.
     """
     if not plan.step_share:
         return 0.0
-    tokens = settings.train_seq_len * sum(map(len, data.windows))
-    return settings.train_batch_tokens / plan.step_share / tokens
+    return settings.train_batch_tokens / plan.step_share / text_tokens
 
 
-def forward_backward(model, batches, step, passes=0.0):
+def forward_backward(model, batches, step, dropout=0.0):
     """Compute this rank's gradients of the mean loss over the global batch.
 
     Return this rank's part of that mean, in nats per token. On a CPU the hashed tables have a sparse
     gradient: a dense one of millions of rows, of which a step reads thousands, took an eighth of a
-    step. Ranks sum dense ones. passes: see table_dropout.
+    step. Ranks sum dense ones. dropout: the share of their rows that is left out, see table_dropout.
     """
     runtime = batches.runtime
     table = getattr(model, "ngram_embed", None)
@@ -4691,7 +4696,6 @@ def forward_backward(model, batches, step, passes=0.0):
         and runtime.device.type == "cpu"
         and not runtime.distributed
     )
-    dropout = table_dropout(passes)
     if dropout:
         torch.manual_seed(batches.settings.seed + step)  # a resumed run leaves out the same rows
     model.zero_grad()
@@ -5188,6 +5192,7 @@ def main():
         log.metrics(0, {"val_loss": score.loss, "val_bpb": score.bpb})
         log(f"before training: val_{score}")
 
+    text_tokens = settings.train_seq_len * sum(map(len, data.windows))
     metrics = {}
     target = {}  # steps and seconds until TARGET_VAL_LOSS was reached
     stop_signal = StopSignal(run)
@@ -5232,7 +5237,8 @@ def main():
                     network, exporter.widen, 0.99 * limit, header, run, pack=False
                 )
         multiplier = plan.rates(progress)
-        passes = planned_passes(settings, plan, data)
+        passes = planned_passes(settings, plan, text_tokens)
+        dropout = table_dropout(passes, text_tokens / max(1, config.bigram_vocab_size))
 
         # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
         # artifact, and the gradient is applied to the unrounded weights (straight through).
@@ -5240,7 +5246,7 @@ def main():
         if plan.is_on("qat"):
             rounding = quantized(network, quant_table(settings, exporter.widen))
         with rounding:
-            loss = forward_backward(model, batches, run.step, passes)
+            loss = forward_backward(model, batches, run.step, dropout)
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         clip = settings.grad_clip_norm
         norm, extra = reduce_gradients(gradients(network), runtime, clip, extra)
