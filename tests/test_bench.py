@@ -205,7 +205,7 @@ def test_arms_have_equal_parameters_and_right_settings(tmp_path, capsys):
     """680,137 outside embeddings. A changed copy of the script is an arm, too, of any size."""
     arms.check_arms("configs/cpu.env", arms.read_arms([]), TOKENIZER)
     assert capsys.readouterr().out.startswith("arm cpu: 680,137 parameters")
-    for settings, name in (({"MODEL_DIM": "160"}, "5%"), ({"NUM_LAYER": "4"}, "NUM_LAYER")):
+    for settings, name in (({"MODEL_DIM": "240"}, "5%"), ({"NUM_LAYER": "4"}, "NUM_LAYER")):
         write_json(tmp_path / "arms.json", {"a": {}, "b": settings})
         found = arms.read_arms([str(tmp_path / "arms.json")])
         with pytest.raises(SystemExit, match=f"arm b: .*{name}"):
