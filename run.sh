@@ -169,7 +169,7 @@ train() {
   [ -n "$CONFIG_LINES" ] || read_config
   ranks="$(planned_ranks "$gpus")"
   [ "$ranks" = "$gpus" ] ||
-    say "Training: on $ranks of $gpus GPUs, for TRAIN_BATCH_TOKENS has to be a multiple of their number"
+    say "Training: on $ranks of $gpus GPUs, for TRAIN_BATCH_TOKENS must be a multiple of TRAIN_SEQ_LEN x GPUs"
   gpus="$ranks"
   # DATA_PATH of the environment stands above DATA, and DATA above DATA_PATH of the config.
   path="$(setting DATA_PATH)"

@@ -4654,7 +4654,7 @@ def compile_model(network, settings):
 
 
 def table_dropout(passes, tokens_per_row):
-    """Return the share of rows of the hashed tables that a step leaves out, in percents.
+    """Return the share of rows of the hashed tables that a step leaves out, to a hundredth.
 
     The windows of a step are from all over the text. So a row has soon learned what its document says
     behind its pair or triple, in a second pass even the very token that follows, and the network comes
@@ -4665,9 +4665,7 @@ def table_dropout(passes, tokens_per_row):
     passes: how often the run reads its training text in all. tokens_per_row: those of the text for
     each row of a table, 77 where this was tried; rows of many thousands learn nothing by heart.
     """
-    if not passes:
-        return 0.0
-    share = 0.75 / (1 + 3.2 / passes**4)
+    share = 0.75 * passes**4 / (passes**4 + 3.2)
     return round(share * min(1.0, 2000 / tokens_per_row), 2)
 
 
