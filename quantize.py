@@ -309,6 +309,7 @@ OUR_SETTINGS = {
     "TIED_EMBED_LR",
     "TIE_EMBEDDINGS",
     "TOKENIZER_PATH",
+    "TOKEN_NOISE",
     "TOOLS",
     "TOP_K",
     "TOP_P",

@@ -132,6 +132,7 @@ class Settings:
     # batch
     train_batch_tokens: int = bounded(524288, 2)  # per optimizer step, over all ranks
     train_seq_len: int = bounded(2048, 2)  # tokens in a window, training and evaluation
+    token_noise: float = bounded(0.0, 0.0, 0.9)  # share of a step's input tokens that are random
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # checkpoints
     save_every: int = 500  # steps between checkpoints, outside the clock; 0: only at the end
@@ -397,6 +398,7 @@ OUR_SETTINGS = {
     "TIED_EMBED_LR",
     "TIE_EMBEDDINGS",
     "TOKENIZER_PATH",
+    "TOKEN_NOISE",
     "TOOLS",
     "TOP_K",
     "TOP_P",
@@ -2635,6 +2637,7 @@ class Clock(Stateful):
         self.seconds = [0.0]  # rank 0's seconds at the end of each reported step
         self.used = []  # progress of each step, for a replay
         self.packet = None  # report on its way: loss, norm, stop, seconds
+        self.loss = math.nan  # of the last reported step
         self.arrived = None  # CUDA event: the packet is on the host
 
     def elapsed(self):
@@ -2687,6 +2690,7 @@ class Clock(Stateful):
             return None
         loss, norm, stop, seconds = self.arrived_packet()
         self.packet = None
+        self.loss = loss
         self.seconds.append(seconds)
         return StepReport(loss, norm, stop > 0, seconds)
 
@@ -4669,6 +4673,20 @@ def table_dropout(passes, tokens_per_row):
     return round(share * min(1.0, 2000 / tokens_per_row), 2)
 
 
+OVERFIT_NATS = 1.0  # more nats per token between training and validation are reported
+
+
+def report_overfit(log, train_loss, val_loss):
+    """Warn if the loss of validation is far above that of the last step: see docs/data.md."""
+    if val_loss > train_loss + OVERFIT_NATS:
+        log(
+            f"warning: THE TEXT WAS LEARNED BY HEART: the last training loss is {train_loss:.2f} nats "
+            f"per token, that of validation {val_loss:.2f}. More text, a shorter run or TOKEN_NOISE=0.1 "
+            "may help (docs/data.md)",
+            sys.stderr,
+        )
+
+
 def planned_passes(settings, plan, text_tokens):
     """Return how often the run will have read its training text, as its steps go so far.
 
@@ -4679,6 +4697,19 @@ def planned_passes(settings, plan, text_tokens):
     return settings.train_batch_tokens / plan.step_share / text_tokens
 
 
+def with_noise(ids, share, bos_id):
+    """Return ids (B, T) with a share of the tokens replaced by others of the same windows.
+
+    A network whose contexts have errors cannot learn a small text by heart (Xie et al. 2017, "Data
+    Noising as Smoothing in Neural Network Language Models"). BOS stays where it is, and comes nowhere
+    else.
+    """
+    others = ids.flatten()[torch.randperm(ids.numel(), device=ids.device)].view_as(ids)
+    replaced = torch.rand(ids.shape, device=ids.device) < share
+    replaced &= (ids != bos_id) & (others != bos_id)
+    return torch.where(replaced, others, ids)
+
+
 def forward_backward(model, batches, step, dropout=0.0):
     """Compute this rank's gradients of the mean loss over the global batch.
 
@@ -4687,6 +4718,7 @@ def forward_backward(model, batches, step, dropout=0.0):
     step. Ranks sum dense ones. dropout: the share of their rows that is left out, see table_dropout.
     """
     runtime = batches.runtime
+    noise = batches.settings.token_noise
     table = getattr(model, "ngram_embed", None)
     is_sparse = (
         table is not None
@@ -4694,12 +4726,14 @@ def forward_backward(model, batches, step, dropout=0.0):
         and runtime.device.type == "cpu"
         and not runtime.distributed
     )
-    if dropout:
-        torch.manual_seed(batches.settings.seed + step)  # a resumed run leaves out the same rows
+    if dropout or noise:
+        torch.manual_seed(batches.settings.seed + step)  # a resumed run draws the same
     model.zero_grad()
     loss = torch.zeros((), device=runtime.device)
     for ids, targets, *borders in batches.micro_batches(step):
         tables = {}
+        if noise:
+            ids = with_noise(ids, noise, model.config.bos_id)
         if table is not None:
             rows = model.ngrams(model.context(ids), sparse=is_sparse)
             if dropout:
@@ -5295,6 +5329,7 @@ def main():
     log(f"before quantization: val_{before}")
     packed = score_artifact(artifact, scorer, data, run)
     report_packing(run, packed["val_loss"] - before.loss)
+    report_overfit(log, clock.loss, before.loss)
     facts = {
         "manifest_sha256": data.manifest_sha256,
         "tokenizer_sha256": tokenizer.sha256,

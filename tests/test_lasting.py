@@ -304,6 +304,15 @@ def test_a_packing_that_lost_much_is_an_event(tmp_path, nats, is_lost):
     assert found == ([("packing_lost", nats)] if is_lost else [])
 
 
+def test_a_text_learned_by_heart_is_named():
+    """Only a validation loss of more than a nat above the training loss is."""
+    lines = []
+    for train_loss, val_loss in ((1.05, 4.23), (2.96, 3.01), (2.0, 3.0), (math.nan, 3.0)):
+        T.report_overfit(lambda *text: lines.append(text[0]), train_loss, val_loss)
+    (line,) = lines
+    assert "1.05" in line and "4.23" in line and "TOKEN_NOISE" in line
+
+
 def test_a_score_that_is_not_finite_is_a_fault():
     """Of a mean with an interval the mean counts: one row has no interval."""
     nan = math.nan

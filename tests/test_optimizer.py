@@ -378,6 +378,47 @@ def test_rows_of_the_tables_are_left_out_of_repeated_text():
     assert not torch.equal(kept, torch.stack(found(4, share)).abs().amax(-1) > 0)
 
 
+def test_input_tokens_are_replaced_by_others_of_the_windows():
+    """BOS neither goes nor comes, and the share is that of places where the other token differs."""
+    torch.manual_seed(3)
+    ids = torch.randint(5, (40, 500))  # 1 is BOS
+    noisy = T.with_noise(ids, 0.3, bos_id=1)
+    assert torch.equal(ids == 1, noisy == 1)
+    changed = (ids != noisy)[ids != 1].float().mean().item()
+    # Four fifths of the others are no BOS, and three fourths of those differ. Five standard deviations.
+    assert changed == pytest.approx(0.3 * 0.8 * 0.75, abs=0.016)
+    shares = [(noisy == token).float().mean().item() for token in range(5)]
+    assert shares == pytest.approx([0.2] * 5, abs=0.02)
+    assert torch.equal(T.with_noise(ids, 0.0, bos_id=1), ids)
+
+
+def test_noise_is_in_the_input_alone_and_the_same_when_a_run_is_resumed():
+    """The second micro-batch has other noise; the loss is that of the true targets."""
+    network = make()
+    nn.init.normal_(network.head)
+    ids, targets = torch.randint(2, 64, (2, 5, 40))
+    settings = T.Settings(train_batch_tokens=400, token_noise=0.2)
+    batches = SimpleNamespace(runtime=ALONE, settings=settings)
+    batches.micro_batches = lambda step: [(ids, targets)] * 2
+    seen = []
+
+    class Listener(Recorder):
+        def __call__(self, ids, targets, ngrams):
+            seen.append((ids, targets))
+            return super().__call__(ids, targets, ngrams)
+
+    losses = []
+    for step in (3, 3, 4):
+        losses.append(T.forward_backward(Listener(network), batches, step))
+    first, second = seen[:2]
+    expected = sum(network(*part).sum() for part in seen[:2]) / 400
+    assert losses[0].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert all(torch.equal(part[1], targets) for part in seen)
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[0], seen[2][0]) and torch.equal(second[0], seen[3][0])
+    assert not torch.equal(first[0], seen[4][0])
+
+
 def test_passes_over_the_text_are_counted_ahead():
     """40 steps of 512 tokens over 64 windows of 128 are 2.5 passes."""
     settings = T.Settings(train_batch_tokens=512, train_seq_len=128, iterations=40)
