@@ -2039,8 +2039,8 @@ def write_folder(out, files):
         # The sums come last: without them the folder is no checkpoint.
         replace_file(out / "SHA256SUMS", "".join(sums).encode())
     except Exception as error:  # each package has its own for a full disk
-        message, *_ = str(error).split("\n")
-        raise OSError(f"{out}: cannot be written: {message or type(error).__name__}") from None
+        reason = str(error) or type(error).__name__
+        raise OSError(f"{out}: cannot be written: {reason}") from None
     finally:
         if not (out / "SHA256SUMS").exists():
             shutil.rmtree(out, ignore_errors=True)

@@ -2637,7 +2637,6 @@ class Clock(Stateful):
         self.seconds = [0.0]  # rank 0's seconds at the end of each reported step
         self.used = []  # progress of each step, for a replay
         self.packet = None  # report on its way: loss, norm, stop, seconds
-        self.loss = math.nan  # of the last reported step
         self.arrived = None  # CUDA event: the packet is on the host
 
     def elapsed(self):
@@ -2690,7 +2689,6 @@ class Clock(Stateful):
             return None
         loss, norm, stop, seconds = self.arrived_packet()
         self.packet = None
-        self.loss = loss
         self.seconds.append(seconds)
         return StepReport(loss, norm, stop > 0, seconds)
 
@@ -4673,20 +4671,6 @@ def table_dropout(passes, tokens_per_row):
     return round(share * min(1.0, 2000 / tokens_per_row), 2)
 
 
-OVERFIT_NATS = 1.0  # more nats per token between training and validation are reported
-
-
-def report_overfit(log, train_loss, val_loss):
-    """Warn if the loss of validation is far above that of the last step: see docs/data.md."""
-    if val_loss > train_loss + OVERFIT_NATS:
-        log(
-            f"warning: THE TEXT WAS LEARNED BY HEART: the last training loss is {train_loss:.2f} nats "
-            f"per token, that of validation {val_loss:.2f}. More text, a shorter run or TOKEN_NOISE=0.1 "
-            "may help (docs/data.md)",
-            sys.stderr,
-        )
-
-
 def planned_passes(settings, plan, text_tokens):
     """Return how often the run will have read its training text, as its steps go so far.
 
@@ -4991,6 +4975,20 @@ def score_adapted(scorer, network, text, rank):
     return [Score(one, int(count), text.bytes) for one in nats]
 
 
+OVERFIT_NATS = 1.0  # more nats per token between training and validation are reported
+
+
+def report_overfit(log, train_loss, val_loss):
+    """Warn if the loss of validation is far above that of the last step: see docs/data.md."""
+    if val_loss > train_loss + OVERFIT_NATS:
+        log(
+            f"warning: THE TEXT WAS LEARNED BY HEART: the last training loss is {train_loss:.2f} nats "
+            f"per token, that of validation {val_loss:.2f}. More text, a shorter run or TOKEN_NOISE=0.1 "
+            "may help (docs/data.md)",
+            sys.stderr,
+        )
+
+
 def score_artifact(path, scorer, data, run):
     """Rebuild the network from the artifact file alone; return its scores for result.json."""
     settings = run.settings
@@ -5226,6 +5224,7 @@ def main():
 
     text_tokens = settings.train_seq_len * sum(map(len, data.windows))
     metrics = {}
+    loss = math.nan  # of the last step
     target = {}  # steps and seconds until TARGET_VAL_LOSS was reached
     stop_signal = StopSignal(run)
     clock.start()
@@ -5329,7 +5328,7 @@ def main():
     log(f"before quantization: val_{before}")
     packed = score_artifact(artifact, scorer, data, run)
     report_packing(run, packed["val_loss"] - before.loss)
-    report_overfit(log, clock.loss, before.loss)
+    report_overfit(log, float(loss), before.loss)
     facts = {
         "manifest_sha256": data.manifest_sha256,
         "tokenizer_sha256": tokenizer.sha256,

@@ -3429,7 +3429,6 @@ class Clock(Stateful):
         self.seconds = [0.0]  # rank 0's seconds at the end of each reported step
         self.used = []  # progress of each step, for a replay
         self.packet = None  # report on its way: loss, norm, stop, seconds
-        self.loss = math.nan  # of the last reported step
         self.arrived = None  # CUDA event: the packet is on the host
 
     def elapsed(self):
@@ -3482,7 +3481,6 @@ class Clock(Stateful):
             return None
         loss, norm, stop, seconds = self.arrived_packet()
         self.packet = None
-        self.loss = loss
         self.seconds.append(seconds)
         return StepReport(loss, norm, stop > 0, seconds)
 
