@@ -608,7 +608,7 @@ def exit_code(main):
             # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
             # message instead of eight.
             time.sleep(5)
-        message, *_ = str(error).split("\n")
+        message, *_ = (str(error) or type(error).__name__).split("\n")
         if isinstance(error, torch.OutOfMemoryError):
             message += (
                 "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "

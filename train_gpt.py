@@ -779,7 +779,7 @@ def exit_code(main):
             # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
             # message instead of eight.
             time.sleep(5)
-        message, *_ = str(error).split("\n")
+        message, *_ = (str(error) or type(error).__name__).split("\n")
         if isinstance(error, torch.OutOfMemoryError):
             message += (
                 "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
@@ -4978,10 +4978,11 @@ def score_adapted(scorer, network, text, rank):
 OVERFIT_NATS = 1.0  # more nats per token between training and validation are reported
 
 
-def report_overfit(log, train_loss, val_loss):
-    """Warn if the loss of validation is far above that of the last step: see docs/data.md."""
+def report_overfit(run, train_loss, val_loss):
+    """A validation loss far above that of the last step is an event and a warning: see docs/data.md."""
     if val_loss > train_loss + OVERFIT_NATS:
-        log(
+        run.event("learned_by_heart", train_loss=train_loss, val_loss=val_loss)
+        run.log(
             f"warning: THE TEXT WAS LEARNED BY HEART: the last training loss is {train_loss:.2f} nats "
             f"per token, that of validation {val_loss:.2f}. More text, a shorter run or TOKEN_NOISE=0.1 "
             "may help (docs/data.md)",
@@ -5328,7 +5329,7 @@ def main():
     log(f"before quantization: val_{before}")
     packed = score_artifact(artifact, scorer, data, run)
     report_packing(run, packed["val_loss"] - before.loss)
-    report_overfit(log, float(loss), before.loss)
+    report_overfit(run, float(loss), before.loss)
     facts = {
         "manifest_sha256": data.manifest_sha256,
         "tokenizer_sha256": tokenizer.sha256,

@@ -304,13 +304,16 @@ def test_a_packing_that_lost_much_is_an_event(tmp_path, nats, is_lost):
     assert found == ([("packing_lost", nats)] if is_lost else [])
 
 
-def test_a_text_learned_by_heart_is_named():
+def test_a_text_learned_by_heart_is_an_event():
     """Only a validation loss of more than a nat above the training loss is."""
-    lines = []
+    lines, found = [], []
+    run = SimpleNamespace(log=lambda *text: lines.append(text[0]))
+    run.event = lambda name, **losses: found.append((name, losses))
     for train_loss, val_loss in ((1.05, 4.23), (2.96, 3.01), (2.0, 3.0), (math.nan, 3.0)):
-        T.report_overfit(lambda *text: lines.append(text[0]), train_loss, val_loss)
+        T.report_overfit(run, train_loss, val_loss)
     (line,) = lines
     assert "1.05" in line and "4.23" in line and "TOKEN_NOISE" in line
+    assert found == [("learned_by_heart", {"train_loss": 1.05, "val_loss": 4.23})]
 
 
 def test_a_score_that_is_not_finite_is_a_fault():
@@ -358,6 +361,8 @@ def test_the_exit_code_of_each_fault(capsys):
     ):
         assert T.exit_code(functools.partial(main, error)) == code
         assert capsys.readouterr().err == "error: much\n"
+    assert T.exit_code(functools.partial(main, OSError())) == 1
+    assert capsys.readouterr().err == "error: OSError\n"
     assert T.exit_code(functools.partial(main, torch.OutOfMemoryError("much"))) == 1
     assert capsys.readouterr().err.startswith("error: much; in training, a smaller MICRO_BATCH_")
     assert T.exit_code(functools.partial(main, KeyboardInterrupt())) == 130
