@@ -757,6 +757,28 @@ def report_error(text):
     write_stream(sys.stderr, f"{text}\n")
 
 
+def is_out_of_memory(error):
+    """Return whether an error says that memory was short."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # PyTorch on a CPU, cuBLAS and cuDNN have no class of their own for it.
+    words = "out of memory|allocate memory|ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
+
+
+def report_in_a_line(error, rank):
+    """Print the first line of an error. If rank 0 has the same one, then only rank 0 prints it."""
+    if rank != "0":
+        time.sleep(5)  # torchrun ends this rank meanwhile
+    message, *_ = (str(error) or type(error).__name__).split("\n")
+    if is_out_of_memory(error):
+        message += (
+            "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
+            "less memory (docs/runs.md has more)"
+        )
+    report_error(f"error: {message}")
+
+
 def exit_code(main):
     """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
 
@@ -779,20 +801,13 @@ def exit_code(main):
     except KeyboardInterrupt:
         report_error("stopped by SIGINT: nothing was saved")
         return 130  # 128 and SIGINT
-    except (UserError, FloatingPointError, OSError, torch.OutOfMemoryError) as error:
-        if rank != "0":
-            # If rank 0 has the same error, it prints it and torchrun ends this rank meanwhile: one
-            # message instead of eight.
-            time.sleep(5)
-        message, *_ = (str(error) or type(error).__name__).split("\n")
-        if isinstance(error, torch.OutOfMemoryError):
-            message += (
-                "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
-                "less memory (docs/runs.md has more)"
-            )
-        report_error(f"error: {message}")
+    except (UserError, FloatingPointError, OSError) as error:
+        report_in_a_line(error, rank)
         return 2 if isinstance(error, UserError) else 1
     except Exception as error:
+        if is_out_of_memory(error):
+            report_in_a_line(error, rank)
+            return 1
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             report_error(traceback.format_exc())
             return 1

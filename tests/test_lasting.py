@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from faults import limit
@@ -363,8 +364,14 @@ def test_the_exit_code_of_each_fault(capsys):
         assert capsys.readouterr().err == "error: much\n"
     assert T.exit_code(functools.partial(main, OSError())) == 1
     assert capsys.readouterr().err == "error: OSError\n"
-    assert T.exit_code(functools.partial(main, torch.OutOfMemoryError("much"))) == 1
-    assert capsys.readouterr().err.startswith("error: much; in training, a smaller MICRO_BATCH_")
+    for no_memory, words in (
+        (functools.partial(main, torch.OutOfMemoryError("much")), "much"),
+        (lambda: torch.empty(1 << 50), r".*can't allocate memory.*"),
+        (lambda: np.empty(1 << 50), "Unable to allocate .*"),
+    ):
+        assert T.exit_code(no_memory) == 1
+        line = f"error: {words}; in training, a smaller MICRO_BATCH_TOKENS or .*\n"
+        assert re.fullmatch(line, capsys.readouterr().err)
     assert T.exit_code(functools.partial(main, KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == "stopped by SIGINT: nothing was saved\n"
     assert T.exit_code(lambda: 143) == 143

@@ -416,6 +416,18 @@ def test_runs_that_two_records_share_are_one_row(claimed):
     assert networks.count("`Old` run again, on another machine.") == 1
 
 
+def test_a_record_without_a_machine_is_refused(copy):
+    """If the page lists machines. A record that is being made cannot be in the list yet."""
+    page = copy.parent / "README.md"
+    head = "\n## Machines\n\n| machine | records |\n|---|---|\n"
+    page.write_text(head)
+    (line,) = R.check_folder(copy, copy.parent)
+    assert line.startswith(f"{copy.parent.name}/README.md: machine of the record (found none")
+    assert R.check_folder(copy, copy.parent, written=False) == []
+    page.write_text(f"{head}| new | `{copy.name[11:]}` |\n")
+    assert R.check_folder(copy, copy.parent) == []
+
+
 BASELINES = {
     "baseline_02.txt:   MUON_WD=0.04 -> * MUON_WD=0.05": "baselines: ",
     "baseline_02.txt: overlap 0 -> overlap 1": "baseline_02.txt: overlap",

@@ -69,6 +69,7 @@ CODER_STREAMS = ("lane_states", "tables", "sizes", "escapes")
 MIB = 1 << 20  # artifacts below are committed, and no log is longer
 SECTIONS = ("What changed", "Why", "What did not help")
 UNWRITTEN = "To be written."
+MACHINES = "\n## Machines\n"  # the heading of the list of machines on a track's page
 # Names by which a script can hide code.
 STRANGE = {"exec", "eval", "__import__", "builtins", "importlib", "marshal", "runpy", "pickle"}
 UNREADABLE = (
@@ -735,7 +736,19 @@ def check_folder(folder: Path, track_folder: Path, written: bool = True) -> list
             reason = f"{type(error).__name__}: {error}"
             line = f"result.json: it or its claims cannot be followed ({reason})"
             faults.lines.append(line)
+    if written:
+        check_machine(folder.name, track_folder, faults)
     return faults.lines
+
+
+def check_machine(record: str, track_folder: Path, faults: Faults) -> None:
+    """Add a fault if a track's page has a list of machines, and the record is not in it."""
+    page = track_folder / "README.md"
+    has_list = page.exists() and MACHINES in page.read_text(encoding="utf-8")
+    name = record[11:]
+    if has_list and name not in read_machines(track_folder):
+        expected = f"`{name}` in a row of the table below {MACHINES.strip()!r}"
+        faults.of(f"{track_folder.name}/README.md").add("machine of the record", "none", expected)
 
 
 def check_runs(folder: Path, track: Track, script: Path, logs: list[Log], faults: Faults) -> None:
@@ -818,7 +831,7 @@ def read_machines(track: Path) -> dict[str, str]:
     """
     page = track / "README.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
-    section = text.partition("\n## Machines\n")[2].partition("\n## ")[0]
+    section = text.partition(MACHINES)[2].partition("\n## ")[0]
     machines = {}
     for machine, names in re.findall(r"^\| (?!machine )(.+?) \| (.+?) \|$", section, re.MULTILINE):
         for name in names.split(", "):
