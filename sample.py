@@ -1810,6 +1810,16 @@ def leading_turns(row, turns):
     return turns
 
 
+def refuse_unlearned(row):
+    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
+    if is_unlearned(row):
+        raise RowError("weight 0, or train or loss false")
+    if "completion" in row and is_false(row.get("label")):  # of KTO
+        raise RowError("label false: an answer that is not to be learned")
+    if "completions" in row and "labels" in row:
+        raise RowError("completions with labels (process supervision), which no script reads")
+
+
 def history_turns(row, notes):
     """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
     history = row.get("history") or []
@@ -1832,12 +1842,14 @@ def history_turns(row, notes):
 def question_turns(row, notes):
     """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
 
-    The question is messages, or a text, followed by those of `input` and `context`.
+    The question is messages, or a text. To that of `instruction` (Alpaca, Dolly) or `question` (SQuAD)
+    belong the texts of `input` and `context`; a `prompt` is whole.
     """
     question = next((name for name in QUESTIONS if name in row), "prompt")
     turns = field_turns(row, "<|user|>", notes, question)
     used = [question, "history"]
-    if question not in CONVERSATIONS and not isinstance(row[question], list | dict):
+    is_part = question in ("instruction", "question", "input")
+    if is_part and not isinstance(row[question], list | dict):
         more = [name for name in ("input", "context") if row.get(name) and name != question]
         texts = [text_of(row, name) for name in (question, *more)]
         turns = [("<|user|>", "\n\n".join(filter(None, texts)))]
@@ -2013,16 +2025,6 @@ def completion(tokenizer, prompt, ids):
 
 # === end: text ===
 # === shared: chat ===
-def refuse_unlearned(row):
-    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
-    if is_unlearned(row):
-        raise RowError("weight 0, or train or loss false")
-    if "completion" in row and is_false(row.get("label")):  # of KTO
-        raise RowError("label false: an answer that is not to be learned")
-    if "completions" in row and "labels" in row:
-        raise RowError("completions with labels (process supervision), which no script reads")
-
-
 def check_answer(tokenizer, turns, text):
     """Raise RowError if the template's text of turns lacks a part of their answer, the last turn."""
     *before, answer = turns
@@ -2078,6 +2080,14 @@ def is_true(flag):
     return str(flag).lower() in ("1", "1.0", "true")
 
 
+def as_context(turn):
+    """Return a turn of a prompt: of messages no answer is learned, as in TRL."""
+    role, text, *fields = turn
+    if role != "<|assistant|>":
+        return turn
+    return role, text, {"content": text, **dict(*fields), "train": False}
+
+
 def row_turns(row, notes):
     """Return the format of a row and its turns, (role token, text, …); plain text is a turn without role.
 
@@ -2102,6 +2112,8 @@ def row_turns(row, notes):
     elif has_question:
         name = "Alpaca" if "instruction" in row else "prompt/completion"
         turns, used = question_turns(row, notes)
+        if not row.get("history"):  # whose answers are learned, as in LLaMA-Factory
+            turns = [as_context(turn) for turn in turns]
         turns += field_turns(row, "<|assistant|>", notes, *ANSWERS)
         used.append(answer)
         if answer == "completion" and is_true(row.get("label")):  # of KTO
@@ -2246,6 +2258,10 @@ def problem_of(row, notes):
     RowError.
     """
     given = {name: value for name, value in row.items() if value is not None}
+    refuse_unlearned(given)
+    # Other columns reach the reward functions; these would change the prompt.
+    unread = {name: given[name] for name in ("chat_template_kwargs", "documents") if name in given}
+    note_fields(unread, (), "", notes)
     key = next((name for name in KEYS if name in given), None)
     answer = key and answer_of(given, key, notes)
     turns, used = question_turns(given, notes)
@@ -2280,7 +2296,7 @@ def answer_of(row, name, notes):
 
 def needs_answer(rewards):
     """Return whether one of the functions FUNCTION,FUNCTION is `exact`, which compares with answers."""
-    return "exact" in [part.strip()[:5] for part in rewards.split(",")]
+    return "exact" in [part.partition(":")[0].strip() for part in rewards.split(",")]
 
 
 def is_answered(problem):
@@ -2291,7 +2307,7 @@ def is_answered(problem):
 def require_answer(problem):
     """Raise RowError for a problem without an answer that is a text."""
     if not is_answered(problem):
-        raise RowError("no answer")
+        raise RowError("no answer, and REWARD or MARK is `exact`, which needs one")
     if not isinstance(problem["answer"], str):
         raise RowError("the answer is no text")
 

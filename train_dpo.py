@@ -1863,6 +1863,16 @@ def leading_turns(row, turns):
     return turns
 
 
+def refuse_unlearned(row):
+    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
+    if is_unlearned(row):
+        raise RowError("weight 0, or train or loss false")
+    if "completion" in row and is_false(row.get("label")):  # of KTO
+        raise RowError("label false: an answer that is not to be learned")
+    if "completions" in row and "labels" in row:
+        raise RowError("completions with labels (process supervision), which no script reads")
+
+
 def history_turns(row, notes):
     """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
     history = row.get("history") or []
@@ -1885,12 +1895,14 @@ def history_turns(row, notes):
 def question_turns(row, notes):
     """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
 
-    The question is messages, or a text, followed by those of `input` and `context`.
+    The question is messages, or a text. To that of `instruction` (Alpaca, Dolly) or `question` (SQuAD)
+    belong the texts of `input` and `context`; a `prompt` is whole.
     """
     question = next((name for name in QUESTIONS if name in row), "prompt")
     turns = field_turns(row, "<|user|>", notes, question)
     used = [question, "history"]
-    if question not in CONVERSATIONS and not isinstance(row[question], list | dict):
+    is_part = question in ("instruction", "question", "input")
+    if is_part and not isinstance(row[question], list | dict):
         more = [name for name in ("input", "context") if row.get(name) and name != question]
         texts = [text_of(row, name) for name in (question, *more)]
         turns = [("<|user|>", "\n\n".join(filter(None, texts)))]
@@ -2066,16 +2078,6 @@ def completion(tokenizer, prompt, ids):
 
 
 # === shared: chat ===
-def refuse_unlearned(row):
-    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
-    if is_unlearned(row):
-        raise RowError("weight 0, or train or loss false")
-    if "completion" in row and is_false(row.get("label")):  # of KTO
-        raise RowError("label false: an answer that is not to be learned")
-    if "completions" in row and "labels" in row:
-        raise RowError("completions with labels (process supervision), which no script reads")
-
-
 def check_answer(tokenizer, turns, text):
     """Raise RowError if the template's text of turns lacks a part of their answer, the last turn."""
     *before, answer = turns
@@ -5295,18 +5297,22 @@ def read_examples(settings, parse, log):
     parts = []
     choice = []
     has_choice = settings.ema or settings.swa  # without averages every row trains
-    for examples, weight in zip(files, weights.values(), strict=True):
+    for examples, (path, weight) in zip(files, weights.items(), strict=True):
         begin = len(train)
-        for example in examples:
-            if example.key in held_out_keys:
-                continue
+        others = [example for example in examples if example.key not in held_out_keys]
+        if len(others) < len(examples):
+            count = len(examples) - len(others)
+            log(f"data: {path}: {count} rows do not train, for VAL_FILES have their prompts")
+        for example in others:
             if not held_out_keys and example.key % 10 == 0:
                 held_out.append(example)
             elif has_choice and example.key % 50 == 1:
                 choice.append(example)
             else:
                 train.append(example)
-        if len(train) > begin:
+        if len(train) == begin:
+            log(f"data: {path}: no row of it trains")
+        else:
             parts.append((np.arange(begin, len(train)), weight))
     if not train or len(held_out) < 2:
         raise UserError(
@@ -5482,9 +5488,14 @@ def load_start(settings):
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     network, tokenizer, source = load_stored(find_start(settings.init_from))
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
-    network.activation_checkpointing = settings.activation_checkpointing
+    return set_dtype(network, settings), tokenizer, source
+
+
+def set_dtype(network, settings):
+    """Let a network compute as DTYPE and ACTIVATION_CHECKPOINTING say; return it."""
     network.dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return network, tokenizer, source
+    network.activation_checkpointing = settings.activation_checkpointing
+    return network
 
 
 def freeze_model(model, trainable_layers=("lora",)):
@@ -5518,8 +5529,17 @@ def adapt(network, settings, device):
                 param.data = param.data.bfloat16()
 
 
-def trained_parameters(network):
-    """Return name -> parameter of those that are trained, each with a gradient of zeros."""
+def trained_parameters(network, settings):
+    """Return name -> parameter of those that are trained, each with a gradient of zeros.
+
+    Raises UserError for a network without the adapters that LORA_RANK asks for.
+    """
+    names = [name for name, _ in network.named_parameters()]
+    if settings.lora_rank and not any(name.endswith(".lora_a") for name in names):
+        raise UserError(
+            f"LORA_RANK={settings.lora_rank}: the network has no adapters; call "
+            "adapt(network, settings, device) before the trainer is made"
+        )
     params = {}
     for name, param in network.named_parameters():
         if param.requires_grad:
@@ -5810,6 +5830,7 @@ IDENTITY = (
     "seed",
     "optimizer",
     "lora_rank",
+    "lora_alpha",
     "train_files",
     "val_files",
     "eval_prompts",
@@ -5877,7 +5898,7 @@ class Finetuner:
         self.table = quant_table(settings)
         self.qat = False  # whether weights are rounded as in the artifact
         self.params = [param for param in network.parameters() if param.requires_grad]
-        self.trained = trained_parameters(nn.ModuleList([network, *modules]))  # name -> parameter
+        self.trained = trained_parameters(nn.ModuleList([network, *modules]), settings)
         self.sharded = list(self.trained.values())
         if settings.shard:
             if settings.optimizer == "adamw8bit":
@@ -5906,7 +5927,8 @@ class Finetuner:
 
     def take_file(self, path):
         """Take the network that the file of an artifact, or the folder of a checkpoint, gives back."""
-        self.network, *_ = load_model("artifact", str(path))
+        network, *_ = load_model("artifact", str(path))
+        self.network = set_dtype(network, self.settings)
         self.qat = False
         self.place_network()
 
@@ -6346,6 +6368,7 @@ def reference_scores(trainer, parts, run):
     if trainer.is_reward:
         return torch.zeros(count, 2, dtype=torch.float64)
     facts = [run.identity["data_sha256"], run.identity["tokenizer_sha256"], trainer.runtime.device]
+    facts += [trainer.settings.dtype, trainer.settings.kernels]
     text = f"{facts} {trainer.network.config} {sha256_file(__file__)}"
     digest = hashlib.sha256(text.encode())
     for name, tensor in trainer.parts["network"].state_dict().items():

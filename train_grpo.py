@@ -227,6 +227,11 @@ class Settings:
                 f"RATIO_LIMIT={self.ratio_limit}: must be 0, or above the band, "
                 f"{1 + self.right_clip_range}"
             )
+        if self.teacher and self.resample_rounds:
+            raise UserError(
+                f"RESAMPLE_ROUNDS={self.resample_rounds}: must be 0 with a TEACHER, from which groups "
+                "of one reward learn, too"
+            )
         if self.ratio_limit and self.loss == "cispo":
             raise UserError(
                 f"RATIO_LIMIT={self.ratio_limit}: LOSS=cispo keeps all ratios in its band; must be 0"
@@ -1898,6 +1903,16 @@ def leading_turns(row, turns):
     return turns
 
 
+def refuse_unlearned(row):
+    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
+    if is_unlearned(row):
+        raise RowError("weight 0, or train or loss false")
+    if "completion" in row and is_false(row.get("label")):  # of KTO
+        raise RowError("label false: an answer that is not to be learned")
+    if "completions" in row and "labels" in row:
+        raise RowError("completions with labels (process supervision), which no script reads")
+
+
 def history_turns(row, notes):
     """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
     history = row.get("history") or []
@@ -1920,12 +1935,14 @@ def history_turns(row, notes):
 def question_turns(row, notes):
     """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
 
-    The question is messages, or a text, followed by those of `input` and `context`.
+    The question is messages, or a text. To that of `instruction` (Alpaca, Dolly) or `question` (SQuAD)
+    belong the texts of `input` and `context`; a `prompt` is whole.
     """
     question = next((name for name in QUESTIONS if name in row), "prompt")
     turns = field_turns(row, "<|user|>", notes, question)
     used = [question, "history"]
-    if question not in CONVERSATIONS and not isinstance(row[question], list | dict):
+    is_part = question in ("instruction", "question", "input")
+    if is_part and not isinstance(row[question], list | dict):
         more = [name for name in ("input", "context") if row.get(name) and name != question]
         texts = [text_of(row, name) for name in (question, *more)]
         turns = [("<|user|>", "\n\n".join(filter(None, texts)))]
@@ -2114,6 +2131,10 @@ def problem_of(row, notes):
     RowError.
     """
     given = {name: value for name, value in row.items() if value is not None}
+    refuse_unlearned(given)
+    # Other columns reach the reward functions; these would change the prompt.
+    unread = {name: given[name] for name in ("chat_template_kwargs", "documents") if name in given}
+    note_fields(unread, (), "", notes)
     key = next((name for name in KEYS if name in given), None)
     answer = key and answer_of(given, key, notes)
     turns, used = question_turns(given, notes)
@@ -2148,7 +2169,7 @@ def answer_of(row, name, notes):
 
 def needs_answer(rewards):
     """Return whether one of the functions FUNCTION,FUNCTION is `exact`, which compares with answers."""
-    return "exact" in [part.strip()[:5] for part in rewards.split(",")]
+    return "exact" in [part.partition(":")[0].strip() for part in rewards.split(",")]
 
 
 def is_answered(problem):
@@ -2159,7 +2180,7 @@ def is_answered(problem):
 def require_answer(problem):
     """Raise RowError for a problem without an answer that is a text."""
     if not is_answered(problem):
-        raise RowError("no answer")
+        raise RowError("no answer, and REWARD or MARK is `exact`, which needs one")
     if not isinstance(problem["answer"], str):
         raise RowError("the answer is no text")
 
@@ -5987,9 +6008,8 @@ CHOICE_PROBLEMS = 256  # that choose between raw and averaged weights, at most
 def read_problems(name, text, reward, check, log):
     """Return key -> problem of a setting's files, see problem_of; of equal prompts the first row counts.
 
-    reward: names of the functions; with `exact` a row without an answer is left out. It is, too, where other
-    rows of the file have one. check: gets a problem and a set of notes, see parse_rows; raises
-    RowError for a prompt that cannot be used.
+    reward: names of the functions; with `exact` a row without an answer is left out. check: gets a
+    problem and a set of notes, see parse_rows; raises RowError for a prompt that cannot be used.
     """
     wants_answers = needs_answer(reward)
     problems = {}
@@ -6003,10 +6023,9 @@ def read_problems(name, text, reward, check, log):
 
     for path in listed_files(name, text):
         report, items = parse_rows(path, file_rows(path), parse)
-        unanswered = [number for number in items if not is_answered(items[number][1])]
-        for number in unanswered if len(unanswered) < len(items) else ():
-            del items[number]
-            report.leave_out(number, "no answer")
+        unanswered = sum(not is_answered(problem) for _, problem in items.values())
+        if 0 < unanswered < len(items):
+            log(f"data: {path}: {unanswered} of {len(items)} problems have no answer")
         for number, (_, problem) in [*items.items()]:
             before = problems.setdefault(json.dumps(query_turns(problem)), problem)
             if before is not problem:
@@ -6090,9 +6109,21 @@ def split_problems(settings, check=unchecked, log=print):
     return train, choice, held_out[: settings.eval_prompts]
 
 
-def problems_of_step(problems, step, count):
-    """Return the `count` problems of a step: the steps take them in turn, round and round."""
-    return [problems[number % len(problems)] for number in range(step * count, (step + 1) * count)]
+@functools.lru_cache(2)
+def pass_order(count, seed, number):
+    """Return the order of `count` problems in a pass: the first one takes them as they are."""
+    if number == 0:
+        return range(count)
+    return np.random.default_rng([seed, number]).permutation(count).tolist()
+
+
+def problems_of_step(problems, step, count, seed):
+    """Return the `count` problems of a step: each pass has all of them, in an order of its own."""
+    chosen = []
+    for number in range(step * count, (step + 1) * count):
+        passes, place = divmod(number, len(problems))
+        chosen.append(problems[pass_order(len(problems), seed, passes)[place]])
+    return chosen
 
 
 # === end: problems ===
@@ -6229,9 +6260,14 @@ def load_start(settings):
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     network, tokenizer, source = load_stored(find_start(settings.init_from))
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
-    network.activation_checkpointing = settings.activation_checkpointing
+    return set_dtype(network, settings), tokenizer, source
+
+
+def set_dtype(network, settings):
+    """Let a network compute as DTYPE and ACTIVATION_CHECKPOINTING say; return it."""
     network.dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return network, tokenizer, source
+    network.activation_checkpointing = settings.activation_checkpointing
+    return network
 
 
 def freeze_model(model, trainable_layers=("lora",)):
@@ -6265,8 +6301,17 @@ def adapt(network, settings, device):
                 param.data = param.data.bfloat16()
 
 
-def trained_parameters(network):
-    """Return name -> parameter of those that are trained, each with a gradient of zeros."""
+def trained_parameters(network, settings):
+    """Return name -> parameter of those that are trained, each with a gradient of zeros.
+
+    Raises UserError for a network without the adapters that LORA_RANK asks for.
+    """
+    names = [name for name, _ in network.named_parameters()]
+    if settings.lora_rank and not any(name.endswith(".lora_a") for name in names):
+        raise UserError(
+            f"LORA_RANK={settings.lora_rank}: the network has no adapters; call "
+            "adapt(network, settings, device) before the trainer is made"
+        )
     params = {}
     for name, param in network.named_parameters():
         if param.requires_grad:
@@ -6332,7 +6377,7 @@ def load_teacher(settings, tokenizer, runtime):
             f"{own_tokenizer.sha256:.12}); must be the student's, {tokenizer.file} (sha256 "
             f"{tokenizer.sha256:.12}), with role tokens"
         )
-    return merge_lora(teacher).to(runtime.device)
+    return set_dtype(merge_lora(teacher), settings).to(runtime.device)
 
 
 # === end: teacher ===
@@ -6575,34 +6620,31 @@ def prompt_of(query):
     return prompt
 
 
-def deal(costs, ranks, size):
-    """Return for each rank the numbers of the queries that it answers.
+def deal(costs, ranks):
+    """Return for each rank the numbers of the queries that it answers, as many for each.
 
-    costs: of each query. Every mini-batch, `size` queries in a row, is split evenly: its queries go
-    out in order of falling cost, one to each rank, and the costliest of them to the rank that has
-    the least so far.
+    costs: of each query. They go out in order of falling cost, one to each rank, and the costliest of
+    them to the rank that has the least so far.
     """
     shares = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for start in range(0, len(costs), size):
-        order = sorted(range(start, start + size), key=lambda number: -costs[number])
-        for first in range(0, size, ranks):
-            lightest = sorted(range(ranks), key=loads.__getitem__)
-            for rank, number in zip(lightest, order[first : first + ranks], strict=True):
-                shares[rank].append(number)
-                loads[rank] += costs[number]
+    order = sorted(range(len(costs)), key=lambda number: -costs[number])
+    for first in range(0, len(costs), ranks):
+        lightest = sorted(range(ranks), key=loads.__getitem__)
+        for rank, number in zip(lightest, order[first : first + ranks], strict=True):
+            shares[rank].append(number)
+            loads[rank] += costs[number]
     return [sorted(share) for share in shares]
 
 
-def rank_share(queries, settings, runtime):
+def rank_share(queries, runtime):
     """Return the numbers of the queries of a step that this rank answers."""
     costs = []  # characters to read and to write; how long a conversation will be is not known
     for query in queries:
         if isinstance(query, dict):
             query = query.get("prompt"), query.get("answer")
         costs.append(len(str(query)))
-    size = len(queries) // settings.mini_batches
-    return deal(costs, runtime.world_size, size)[runtime.rank]
+    return deal(costs, runtime.world_size)[runtime.rank]
 
 
 def groups_of(answers, size):
@@ -6684,6 +6726,33 @@ def named_functions(functions, weights=None):
         name = getattr(function, "__name__", type(function).__name__)
         named.append(RewardFunction(name, function, weight))
     return distinct_names(named)
+
+
+def by_name(function, columns):
+    """Return a reward function that is called with names of arguments, as TRL does it.
+
+    A function of two arguments that are no columns gets prompts and completions by position.
+    """
+    if not callable(function):
+        return function
+    arguments = inspect.signature(function).parameters.values()
+    is_plain = all(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments)
+    names = {argument.name for argument in arguments}
+    if len(names) != 2 or not is_plain or names & {"prompts", "completions", *columns}:
+        return function
+
+    def call(prompts, completions):
+        return function(prompts, completions)
+
+    call.__name__ = getattr(function, "__name__", type(function).__name__)
+    return call
+
+
+def require_part(settings, name, part):
+    """Raise UserError if a setting names a part that a trainer was not given."""
+    value = getattr(settings, name)
+    if value and part is None:
+        raise UserError(f"{name.upper()}={value!r}: pass `{name}` to the trainer, too")
 
 
 def first_of_ranks(value, runtime):
@@ -6814,7 +6883,7 @@ class PolicyTrainer:
             # The copy shares the tensors that are not trained: with LoRA it holds adapters alone.
             frozen = {id(param): param for param in model.parameters() if not param.requires_grad}
             self.ref_model = copy.deepcopy(ref_model or model, frozen).to(self.runtime.device)
-        self.trained = trained_parameters(model)  # name -> parameter
+        self.trained = trained_parameters(model, settings)  # name -> parameter
         self.optimizers = make_optimizers(self.trained, settings, self.runtime)
         self.optimizer_state = OptimizerState(self.optimizers, self.trained)
         self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(model)
@@ -6879,13 +6948,13 @@ class PolicyTrainer:
     def train_step(self, queries, reward_function=None):
         """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
 
-        reward_function: replaces reward_funcs; called with lists of prompts and completions alone.
+        reward_function: replaces reward_funcs, and is called as these are; one of two arguments that
+        are no columns is called with the lists of prompts and completions.
         """
         if reward_function:
+            self.add_columns(queries)
             self.reward_weights = None
-            (function,) = self.reward_funcs = named_functions(reward_function)
-            # By position: its arguments may have any names.
-            function.call = lambda prompts, completions: reward_function(prompts, completions)
+            self.reward_funcs = named_functions(by_name(reward_function, self.columns))
         if not queries or len(queries) % self.unit:
             raise UserError(
                 f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "
@@ -6908,7 +6977,9 @@ class PolicyTrainer:
             )
         metrics = []
         for _ in range(settings.iterations):
-            queries = problems_of_step(self.dataset, self.steps, settings.prompts_per_step)
+            queries = problems_of_step(
+                self.dataset, self.steps, settings.prompts_per_step, settings.seed
+            )
             metrics.append(self.train_step(queries, reward_function))
         return metrics
 
@@ -6921,18 +6992,24 @@ EVAL_SAMPLES = 8  # of each held-out problem
 EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
 
 
+def is_mark(name):
+    """Return whether a score is a share of right answers."""
+    return name.startswith(("greedy", "pass"))
+
+
 class Exam(Stateful):
     """The held-out problems, and the policy's scores before training.
 
     functions: RewardFunctions, see with_mark and is_right.
     """
 
-    STATE = ("before",)
+    STATE = ("before", "marked_by")
 
     def __init__(self, problems, functions):
         self.problems = problems
         self.functions = functions
         self.before = {}  # as of scores()
+        self.marked_by = self.mark()
         self.answers = []  # of this rank's first problems at the last scoring, by problem
 
     def graded(self, trainer, problems, count, temperature, qat):
@@ -6988,15 +7065,23 @@ class Exam(Stateful):
             scores[f"rewards/{function.name}"] = value.nanmean(1)
         return scores | self.more_scores(trainer, answers)
 
+    def mark(self):
+        """Return the name of the function that decides what is right; of an environment ""."""
+        return self.functions[0].name if self.functions else ""
+
     def more_scores(self, trainer, answers):
         """Return scores of the sampled answers that a subclass has beside those of the rewards."""
         return {}
 
     def gain(self, after):
-        """Return gains with 95% intervals, paired by problem."""
+        """Return gains with 95% intervals, paired by problem.
+
+        A run that was resumed may have other rewards, or be marked by another one, than at its start.
+        """
         gains = {}
         for name, values in after.items():
-            if name in self.before:  # a run that was resumed may have other rewards
+            is_same_mark = self.mark() == self.marked_by or not is_mark(name)
+            if name in self.before and is_same_mark:
                 gains[name] = values - self.before[name]
         return known_intervals(gains)
 
@@ -7015,7 +7100,7 @@ def score_intervals(scores):
     """Return the mean of each score (n,) with its 95% interval; of shares it ends at 0 and 1."""
     intervals = known_intervals(scores)
     for name in intervals:
-        if name in ("greedy", "pass1", f"pass{EVAL_SAMPLES}"):
+        if is_mark(name):
             intervals[name] = np.clip(intervals[name], 0, 1).tolist()
     return {"n": len(scores["greedy"]), **intervals}
 
@@ -7045,12 +7130,31 @@ IDENTITY = (
     "prompts_per_step",
     "group_size",
     "lora_rank",
+    "lora_alpha",
     "reward_model",
     "environment",
     "teacher",
 )
 FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
+
+
+def run_identity(settings, network, tokenizer, *problems):
+    """Return what must stay under RESUME; problems: those of training, of choosing, and held out.
+
+    Of these it has the prompts: a changed order or number would compare other ones in `gain`.
+    """
+    prompts = hashlib.sha256()
+    for problem in itertools.chain(*problems):
+        if isinstance(problem, dict):
+            problem = query_turns(problem)
+        prompts.update(json.dumps(problem).encode())
+    return {
+        **{name: getattr(settings, name, None) for name in IDENTITY},
+        **asdict(network.config),
+        "tokenizer_sha256": tokenizer.sha256,
+        "data_sha256": prompts.hexdigest(),
+    }
 
 
 @contextlib.contextmanager
@@ -7086,7 +7190,12 @@ def begin_run(run, trainer, exam, samples, checkpoint):
     if checkpoint:
         run.load(checkpoint, ("ema", "swa", "reference"))
         resume_samples(run)
-        if settings.compile:
+        if exam.mark() != exam.marked_by:
+            run.log(
+                f"note: {exam.marked_by} marked the first scores, and {exam.mark()} marks now, so that "
+                "greedy and pass have no gain"
+            )
+        if settings.compile:  # outside the clock
             exam.scores(trainer)
     else:
         run.log(
@@ -7168,8 +7277,8 @@ def pack_policy(run, trainer, source):
 
 def take_file(trainer, path):
     """Give the trainer the network of an artifact, or of a checkpoint's folder."""
-    trainer.network, _, _ = load_model("artifact", str(path))
-    trainer.network.to(trainer.runtime.device)
+    network, _, _ = load_model("artifact", str(path))
+    trainer.network = set_dtype(network, trainer.settings).to(trainer.runtime.device)
     trainer.compiled = False  # for a few batches it would take longer
 
 
@@ -7637,6 +7746,8 @@ class GRPOTrainer(PolicyTrainer):
         super().__init__(model, tokenizer, args, **options)
         self.environment = environment
         self.teacher = teacher
+        require_part(self.settings, "environment", environment)
+        require_part(self.settings, "teacher", teacher)
         self.update_sums = UPDATE_SUMS if teacher is None else [*UPDATE_SUMS, "teacher_kl"]
 
     def sample(self, queries, count, temperature, seeds, qat=False):
@@ -7692,7 +7803,7 @@ class GRPOTrainer(PolicyTrainer):
         settings = self.settings
         runtime = self.runtime
         self.add_columns(queries)  # also those of queries that other ranks answer
-        share = rank_share(queries, settings, runtime)
+        share = rank_share(queries, runtime)
         seeds = [(settings.seed, step, number) for number in share]
         groups, rewards, seconds = self.rewarded_answers(
             [queries[number] for number in share], seeds, qat
@@ -7881,8 +7992,7 @@ def main():
     # run folder and log, policy, trainer, averages
     clock = Clock(settings, runtime, replayed_progress(settings))
     plan = Plan(settings)
-    identity = {name: getattr(settings, name, None) for name in IDENTITY}
-    identity |= {**asdict(network.config), "tokenizer_sha256": tokenizer.sha256}
+    identity = run_identity(settings, network, tokenizer, problems, choice, held_out)
     run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
     handle_stop_signals(run.end_at_once)
     checkpoint = run.open()
@@ -7953,7 +8063,7 @@ def main():
         multiplier = plan.rates(progress)
 
         # 3. Sample answers to new prompts, and reward them.
-        queries = problems_of_step(problems, run.step, settings.prompts_per_step)
+        queries = problems_of_step(problems, run.step, settings.prompts_per_step, settings.seed)
         with saved_at_faults(run):
             rollout = trainer.rollout(queries, run.step, plan.is_on("qat"))
         samples.trained(rollout, progress)

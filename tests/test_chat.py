@@ -109,6 +109,8 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
     ),
     ('{"instruction": "u", "output": "a", "history": [["x", "y"]]}', "ux|ay|uu|aa", ""),
     ('{"instruction": "u", "context": "c", "response": " a "}', "uu\n\nc|a a ", ""),
+    ('{"prompt": "u", "input": "x", "output": "a"}', "uu|aa", "columns not read: input"),
+    ('{"question": "u", "context": "c", "answer": "a"}', "uu\n\nc|aa", ""),
     (
         '{"instruction": "", "input": "u", "output": "a", "text": "x"}',
         "uu|aa",
@@ -156,6 +158,20 @@ def test_a_message_of_weight_0_is_context(flag):
     for train_on, learned in (("assistant", "good"), ("all", "uvgood")):
         s = F.Settings(train_on=train_on)
         _, row = F.parse_row({"messages": talk}, set(), BYTES, s)
+        assert (text_of(row.targets), text_of(row.ids)) == (learned, "uBADvgood")
+
+
+def test_answers_in_a_prompt_are_context():
+    """As in TRL; those of `history` are learned, as in LLaMA-Factory."""
+    prompt = [said("u", "user"), said("BAD"), said("v", "user")]
+    settings = F.Settings(train_on="assistant")
+    rows = [
+        ({"prompt": prompt, "completion": [said("good")]}, "good"),
+        ({"prompt": "v", "history": [["u", "BAD"]], "completion": "good"}, "BADgood"),
+        ({"messages": [*prompt, said("good")]}, "BADgood"),
+    ]
+    for row, learned in rows:
+        _, row = F.parse_row(row, set(), BYTES, settings)
         assert (text_of(row.targets), text_of(row.ids)) == (learned, "uBADvgood")
 
 

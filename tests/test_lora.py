@@ -123,7 +123,7 @@ def test_frozen_weights_in_bfloat16_train_and_merge(device, dtype, is_half):
         is_frozen = param.ndim > 1 and not is_adapter
         assert param.dtype == (torch.bfloat16 if is_half and is_frozen else torch.float32)
         assert param.requires_grad == is_adapter
-    params = train_sft.trained_parameters(net)
+    params = train_sft.trained_parameters(net, settings)
     optimizers = train_sft.make_optimizers(params, settings, ALONE)
     losses = []
     for _ in range(9):

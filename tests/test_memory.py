@@ -69,7 +69,7 @@ def test_counted_bytes_are_those_that_a_run_allocates(model, script, given):
         counted = memory.count(module, config, settings, 192, torch.float32)
 
     network = memory.make_network(module, config, settings, torch.float32)
-    params = module.trained_parameters(network)
+    params = module.trained_parameters(network, settings)
     optimizers = module.make_optimizers(params, settings, module.Runtime(*ALONE))
     parts = module.OptimizerState(optimizers, params)
     length = memory.row_length(settings, 192)

@@ -575,10 +575,8 @@ def test_two_ranks_are_one(M, changes, float32, monkeypatch):
 
 
 def test_ranks_are_dealt_as_much_to_do():
-    assert G.deal([9, 1, 2, 8], 2, 4) == [[0, 1], [2, 3]]  # 9 + 1, 8 + 2
-    # Of a mini-batch each rank has as many; that with less so far has the costlier one.
-    assert G.deal([5, 1, 1, 5], 2, 2) == [[0, 2], [1, 3]]
-    assert G.deal([3, 1, 2], 1, 3) == [[0, 1, 2]]
+    assert G.deal([9, 1, 2, 8], 2) == [[0, 1], [2, 3]]  # 9 + 1, 8 + 2
+    assert G.deal([3, 1, 2], 1) == [[0, 1, 2]]
 
 
 def test_metrics_of_a_rollout_are_of_all_ranks():
@@ -714,8 +712,37 @@ def test_train_takes_the_queries_in_turn_with_seeds_of_their_own(M, monkeypatch)
     rates = [group["lr"] for optimizer in own.optimizers for group in optimizer.param_groups]
     assert set(rates) == {0.02}
     assert len(own.train(score)) == 3
-    assert asked == [["a", "bcd"], ["ef", "a"], ["bcd", "ef"]]
+    asked = sum(asked, [])
+    assert asked[:3] == ["a", "bcd", "ef"] and sorted(asked[3:]) == asked[:3]
     assert seen == [(1337, *numbers) for numbers in itertools.product(range(3), range(2))]
+
+
+@each_trainer
+def test_a_reward_of_train_step_gets_its_arguments_by_their_names(M, monkeypatch):
+    """As TRL calls it; by position only where two arguments are neither TRL's nor columns."""
+    scripted(monkeypatch, M)
+    rows = [{"prompt": query, "answer": str(number)} for number, query in enumerate(QUERIES)]
+    answers = [row["answer"] for row in rows for _ in range(3)]
+    own = trainer(M)
+
+    def by_columns(completions, answer):
+        assert answer == answers and completions != answer
+        return lengths_score(completions)
+
+    def of_columns(answer, **columns):
+        assert answer == answers
+        return lengths_score(columns["completions"])
+
+    def by_position(questions, texts):
+        assert questions == [query for query in QUERIES for _ in range(3)]
+        return lengths_score(texts)
+
+    rewards = []
+    for function in (by_columns, of_columns, by_position, [by_columns, of_columns]):
+        rewards.append(own.train_step(rows, function)["reward"])
+        own.steps = 0
+    assert rewards[3] == pytest.approx(2 * rewards[0])
+    assert len({round(reward, 6) for reward in rewards[:3]}) == 1
 
 
 def test_several_rewards_get_their_columns_are_weighted_and_logged_by_name(monkeypatch):

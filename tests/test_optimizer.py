@@ -208,7 +208,7 @@ def test_every_parameter_is_in_its_group(kind):
     training = Training(kind)
     found = owners(training.optimizers)
     settings = train_sft.Settings(optimizer=kind, learning_rate=0.01, weight_decay=0.1)
-    trained = train_sft.trained_parameters(training.network)
+    trained = train_sft.trained_parameters(training.network, settings)
     tuned = owners(train_sft.make_optimizers(trained, settings, ALONE))
     for name, param in training.params.items():
         expected = (ADAMW, 0.02, 0.0)

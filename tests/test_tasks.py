@@ -206,8 +206,11 @@ def test_files_are_split_by_prompt_and_ordered_by_the_seed(tmp_path):
     again, other_choice, same = split(files, seed=1, eval_prompts=5)
     assert same == held_out[:5] and again != train
     assert sorted(map(str, again + other_choice)) == sorted(map(str, train + choice))
-    steps = [G.problems_of_step(train, step, 96) for step in range(7)]
-    assert sum(steps, []) == (train * 3)[: 7 * 96]
+    count = 2 * len(train)
+    steps = [G.problems_of_step(train, step, 8, 1) for step in range(count // 8 + 1)]
+    one, two = (sum(steps, [])[begin : begin + len(train)] for begin in (0, len(train)))
+    assert one == train and one != two  # each pass has an order of its own
+    assert sorted(map(str, one)) == sorted(map(str, two))
     third = write_lines(tmp_path / "c", rows[150:350])
     train, _, held_out = split(files, third)
     assert held_out == expected[150:350]
@@ -221,12 +224,18 @@ def turn(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
+NO_ANSWER = "no answer, and REWARD or MARK is `exact`, which needs one"
 BAD = [  # a line, and why it is left out
     (b"{", "no JSON"),
     (b"[" * 100_000, "no JSON"),
     (b'{"prompt": "\xff", "answer": "x"}', "invalid UTF-8"),
     ({}, "missing field 'prompt'"),
-    ({"prompt": "x", "answer": " \n"}, "no answer"),
+    ({"prompt": "x", "answer": " \n"}, NO_ANSWER),
+    ({"prompt": "x", "answer": "a", "weight": 0}, "weight 0, or train or loss false"),
+    (
+        {"prompt": "x", "completion": "a", "label": False},
+        "label false: an answer that is not to be learned",
+    ),
     ({"prompt": " ", "answer": "x"}, "blank prompt"),
     ({"prompt": "x", "answer": ["x"]}, "the answer is no text"),
     ({"prompt": ["x"], "answer": "x"}, "field 'prompt' is no list of messages"),
@@ -279,6 +288,7 @@ READ = [  # a row, its prompt and its answer
     ({"prompt": "q", "answer": "a", "tools": [{"x": [1]}], "n": None}, "q", "a"),
     ({"prompt": "q", "answer": ["a", "b"]}, "q", ["a", "b"]),
     ({"instruction": "q", "input": "x", "output": "a"}, "q\n\nx", "a"),
+    ({"prompt": "q", "input": "x", "context": "c", "output": "a"}, "q", "a"),
     (
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         USER,
@@ -307,18 +317,20 @@ def test_rows_of_other_projects_are_problems(row, prompt, answer):
     assert again["prompt"] == prompt and G.query_turns(again) == G.query_turns(problem)
 
 
-def test_answers_are_needed_by_exact_and_where_other_rows_have_them(tmp_path):
+def test_answers_are_needed_by_exact_alone(tmp_path):
     """A file of prompts alone is read for one's own function, in JSON lines or as one list."""
     path = write_lines(tmp_path / "a.json", BARE)
     lines = path.read_bytes()
     for content in (lines, json.dumps(BARE).encode(), b"\xef\xbb\xbf" + lines):
         path.write_bytes(content)
         assert sum(map(len, split(path, reward="m.py:f"))) == 60
-    refusal(G.UserError, "no answer: 60 ", split, path, reward="m.py:f:2,exact")
+        assert sum(map(len, split(path, reward="exact_form.py:f"))) == 60
+    for reward in ("m.py:f:2,exact", "exact:0.5", " exact"):
+        refusal(G.UserError, f"{NO_ANSWER}: 60 ", split, path, reward=reward)
     reports = []
     write_lines(path, [*GOOD, *BARE])
-    assert sum(map(len, split(path, reports=reports, reward="m.py:f"))) == 60
-    assert "no answer: 60 (the first are rows 61, 62, 63)" in str(reports[0])
+    assert sum(map(len, split(path, reports=reports, reward="m.py:f"))) == 120
+    assert f"data: {path}: 60 of 120 problems have no answer" in map(str, reports)
 
 
 def test_files_that_are_missing_or_too_small_are_refused(tmp_path):

@@ -690,7 +690,8 @@ def policy_speed(rounds: int) -> dict[str, list[float]]:
     problems = [{"prompt": prompt, "answer": answer} for prompt, answer in problems]
     speeds = {"rollout": [], "update": []}
     for step in range(1 + rounds):
-        queries = script.problems_of_step(problems, step, settings.prompts_per_step)
+        count = settings.prompts_per_step
+        queries = script.problems_of_step(problems, step, count, settings.seed)
         times = [time.perf_counter()]
         rollout = trainer.rollout(queries, step)
         times.append(time.perf_counter())

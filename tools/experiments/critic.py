@@ -58,7 +58,7 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 def step_bytes(network: nn.Module, settings, script: ModuleType) -> dict[str, int]:
     """Return the bytes by part of what one network holds after a step."""
     runtime = script.Runtime(0, 1, torch.device("cpu"), False)
-    trained = script.trained_parameters(network)
+    trained = script.trained_parameters(network, settings)
     optimizers = script.make_optimizers(trained, settings, runtime)
     state = script.OptimizerState(optimizers, trained)
     script.step_optimizers(optimizers, 0.0, torch.tensor(True))

@@ -301,7 +301,7 @@ def count(
     with LiveBytes() as live:
         network = make_network(script, config, settings, dtype)
         alone = script.Runtime(0, 1, torch.device("cpu"), False)
-        params = script.trained_parameters(network)
+        params = script.trained_parameters(network, settings)
         optimizers = script.make_optimizers(params, settings, alone)
         state = script.OptimizerState(optimizers, params)
         length = row_length(settings, prompt)
