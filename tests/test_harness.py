@@ -54,11 +54,11 @@ def harness(transformers, tmp_path_factory):
 
 
 def guide_commands():
-    """Return the guide's commands for the harness: install, import, export, cp, and lm_eval twice."""
+    """Return the guide's commands for the harness: install, import, export, and lm_eval twice."""
     text = "".join(block for block in blocks("scoring.md", "bash") if "lm_eval" in block)
     commands = text.splitlines()
-    assert [command.split()[0] for command in commands[:4]] == ["pip", "python", "python", "cp"]
-    assert len(commands) == 6
+    assert [command.split()[0] for command in commands[:3]] == ["pip", "python", "python"]
+    assert len(commands) == 5
     return commands
 
 

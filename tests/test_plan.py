@@ -124,7 +124,7 @@ def test_seconds_steps_and_tokens(plan):
     """
     clock = dict(MAX_WALLCLOCK_SECONDS=180, RESERVE_SECONDS=8, NUM_LAYERS=2)
     found = plan(**SMALL, **clock)
-    assert found["clock"] == "172 s to train, then 8 s to choose weights, calibrate and pack"
+    assert found["clock"] == "172 s to train, then 8 s to choose weights, quantize and pack"
     assert (found["warmdown"], found["qat"]) == ("86.0 to 172.0 s", "146.2 to 172.0 s")
     assert found["warmup"] == "0.0 to 1.7 s"
     speed = r"[\d.]+ TFLOP/s"

@@ -125,7 +125,7 @@ def plan_lines(script: ModuleType, settings) -> list[str]:
         f"{batches.rank_batch_size // batches.micro_batch_size} micro-steps x {batches.micro_batch_size} windows x "
         f"{settings.train_seq_len} tokens, on {device}",
         f"clock: {length:,g} {unit} to train, then {settings.reserve_seconds:g} s to choose "
-        "weights, calibrate and pack",
+        "weights, quantize and pack",
         *(
             f"phase: {name} from {begin * length:,.1f} to {end * length:,.1f} {unit}"
             for name, (begin, end) in plan.planned.items()
