@@ -280,12 +280,12 @@ def test_wrong_settings_are_refused(changes, said):
 
 
 # ------------------------------------------------------------------------------------------------ the reference's cache
-def reference_of(network, pairs, folder, data="data"):
+def reference_of(network, pairs, folder, data="data", **changes):
     """Return the reference's scores, and what the log says of them."""
     said = []
     identity = {"data_sha256": data, "tokenizer_sha256": BYTES.sha256}
     run = SimpleNamespace(runtime=ALONE, folder=folder / "run", log=said.append, identity=identity)
-    trainer = D.DPOTrainer(network, settings(), ALONE)
+    trainer = D.DPOTrainer(network, settings(**changes), ALONE)
     return D.reference_scores(trainer, [pairs], run), "; ".join(said)
 
 
@@ -303,8 +303,9 @@ def test_the_cache_is_read_for_the_same_weights_and_data_alone(tmp_path, monkeyp
     other.embed.data[0, 0] += 1e-3
     for network, data in ((other, "data"), (network_of(), "other data")):
         assert "makes" in reference_of(network, pairs, tmp_path, data)[1]
+    assert "makes" in reference_of(network_of(), pairs, tmp_path, dtype="bfloat16")[1]
     foreign, *_ = {*tmp_path.rglob("*.scores")} - {path}
-    assert len([*tmp_path.rglob("*.scores")]) == 3
+    assert len([*tmp_path.rglob("*.scores")]) == 4
     content = path.read_bytes()
     flipped = content[:-3] + bytes([content[-3] ^ 64]) + content[-2:]
     longer = content + content[32:48]

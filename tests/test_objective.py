@@ -782,3 +782,60 @@ def test_several_rewards_get_their_columns_are_weighted_and_logged_by_name(monke
     own = trainer(G, parts=dict(reward_funcs=functions[2:], log=logged.append))
     assert own.train_step(rows)["reward"] == 0
     assert logged == ["reward: 12 answers got None from each function; they count 0"]
+
+
+# ---------------------------------------------------------------------------- what RESUME compares
+def test_the_prompts_must_stay_under_resume():
+    """In their order and number: `gain` compares scores by prompt. Answers may be mended."""
+    network = policy()
+
+    def digest(*problems):
+        parts = [[{"prompt": text, "answer": answer} for text, answer in part] for part in problems]
+        return G.run_identity(G.Settings(), network, BYTES, *parts)["data_sha256"]
+
+    first = digest([("a", "1"), ("b", "2")], [], [("c", "3")])
+    assert first == digest([("a", "9"), ("b", "2")], [], [("c", None)])
+    others = [
+        digest([("b", "2"), ("a", "1")], [], [("c", "3")]),
+        digest([("a", "1")], [], [("c", "3")]),
+        digest([("a", "1"), ("b", "2")], [], [("d", "3")]),
+    ]
+    assert len({first, *others}) == 4
+    seeds = [G.run_identity(G.Settings(), network, BYTES, range(n))["data_sha256"] for n in (3, 4)]
+    assert seeds[0] != seeds[1]
+
+
+def test_marks_of_two_functions_are_not_compared():
+    """Their rewards are, if they have one name."""
+
+    def exam_of(*names):
+        return G.Exam([], [G.RewardFunction(name) for name in names])
+
+    begun = exam_of("exact", "short")
+    ones = torch.ones(5, dtype=torch.float64)
+    begun.before = {"greedy": 0 * ones, "pass1": 0 * ones, "rewards/exact": 0 * ones}
+    after = {name: ones for name in begun.before}
+    for names, expected in (
+        (["exact", "short"], {"greedy", "pass1", "rewards/exact"}),
+        (["short", "exact"], {"rewards/exact"}),
+    ):
+        resumed = exam_of(*names)
+        resumed.load_state_dict(begun.state_dict())
+        assert resumed.gain(after) == {name: [1.0] * 3 for name in expected}
+
+
+# ------------------------------------------------------------------------------ settings of a program
+@each_trainer
+def test_a_trainer_refuses_settings_without_their_parts(M):
+    """In a program: adapters that nobody made; an environment, a teacher, a judge that nobody gave."""
+    refused = [dict(lora_rank=8, qat=False)]
+    refused.append(dict(reward_model="judge") if M is P else dict(environment="games.py:Game"))
+    if M is G:
+        refused.append(dict(teacher="runs/big"))
+    for changes in refused:
+        name, *_ = changes
+        refusal(M.UserError, f"^{name.upper()}=", trainer, M, policy(), **changes)
+
+
+def test_resampling_has_no_teacher():
+    refusal(G.UserError, "^RESAMPLE_ROUNDS=2: ", G.Settings, teacher="runs/big", resample_rounds=2)

@@ -69,6 +69,8 @@ def test_faults_are_one_line(place, judge, letters):
     place.run("again", stop_at(0), 128 + signal.SIGTERM, **SHORT)
     line = place.run("again", code=2, **{**place.unset, "RESUME": "run", "REWARD_MODEL": judge}).err
     assert re.match("error: REWARD_MODEL=.*must stay '' under RESUME", line), line
+    place.resume("again", KL_BETA=0.5)  # the checkpoint has what KL_TARGET steered, 0.05 here
+    assert place.steps("again")[-1]["kl_beta"] == 0.5
 
 
 @pytest.mark.full

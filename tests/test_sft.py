@@ -187,8 +187,11 @@ def test_equal_prompts_stand_on_one_side(tmp_path):
     assert len(fewer.held_out) == 7 and {row.key for row in fewer.held_out} <= keys[2]
     # What is held out is not trained on, scored or not; where nothing is chosen, other rows train.
     assert not fewer.choice and len(fewer.train) == 2 * (train + choice)
-    given, _ = read(first, val_files=str(val))
+    given, said = read(first, val_files=str(val))
     assert len(given.train) + len(given.choice) == 999 and len(given.held_out) == 2
+    assert any(line.startswith(f"data: {first}: 1 rows do not train, for VAL_") for line in said)
+    both, said = read(f"{first},{val}:3", val_files=str(val))
+    assert len(both.parts) == 1 and f"data: {val}: no row of it trains" in said
 
 
 def test_prompts_are_held_out_as_in_the_rl_scripts(tmp_path):
