@@ -4218,12 +4218,12 @@ class RewardFunction:
 
 
 def exact_match(prompts, completions, answer):
-    """Return 1.0 for each completion that is the answer, else 0.0."""
+    """Return 1.0 for each completion that is the answer, else 0.0; None where there is no answer."""
     marks = []
     for text, right in zip(completions, answer, strict=True):
         if isinstance(text, list):  # of a prompt in messages
             text = text[0]["content"]
-        marks.append(float(text.strip() == right.strip()))
+        marks.append(float(text.strip() == right.strip()) if isinstance(right, str) else None)
     return marks
 
 

@@ -5650,12 +5650,12 @@ class RewardFunction:
 
 
 def exact_match(prompts, completions, answer):
-    """Return 1.0 for each completion that is the answer, else 0.0."""
+    """Return 1.0 for each completion that is the answer, else 0.0; None where there is no answer."""
     marks = []
     for text, right in zip(completions, answer, strict=True):
         if isinstance(text, list):  # of a prompt in messages
             text = text[0]["content"]
-        marks.append(float(text.strip() == right.strip()))
+        marks.append(float(text.strip() == right.strip()) if isinstance(right, str) else None)
     return marks
 
 
@@ -6006,7 +6006,7 @@ def read_problems(name, text, reward, check, log):
     for path in listed_files(name, text):
         report, items = parse_rows(path, file_rows(path), parse)
         unanswered = sum(not is_answered(problem) for _, problem in items.values())
-        if 0 < unanswered < len(items):
+        if unanswered:
             log(f"data: {path}: {unanswered} of {len(items)} problems have no answer")
         for number, (_, problem) in [*items.items()]:
             before = problems.setdefault(json.dumps(query_turns(problem)), problem)
@@ -6054,6 +6054,9 @@ def split_problems(settings, check=unchecked, log=print):
     of a line or of a RowReport. Raises UserError.
     """
     reward = f"{settings.reward},{settings.mark}"
+    has_teacher = getattr(settings, "teacher", "") and settings.kd_alpha == 1
+    if has_teacher or getattr(settings, "reward_model", ""):
+        reward = ""  # it marks answers, and nothing is learned from it
     held_out = read_problems("VAL_FILES", settings.val_files, reward, check, log)
     problems = read_problems("TRAIN_FILES", settings.train_files, reward, check, log)
     train = {}

@@ -20,6 +20,7 @@ import torch
 from test_puzzles import by_ast
 
 import train_grpo as G
+import train_ppo as PPO
 from conftest import ROOT, load_script, refusal, write_lines
 
 D = load_script(ROOT / "data" / "tasks.py")
@@ -327,6 +328,12 @@ def test_answers_are_needed_by_exact_alone(tmp_path):
         assert sum(map(len, split(path, reward="exact_form.py:f"))) == 60
     for reward in ("m.py:f:2,exact", "exact:0.5", " exact"):
         refusal(G.UserError, f"{NO_ANSWER}: 60 ", split, path, reward=reward)
+    # A teacher alone, or a reward model: REWARD marks, and nothing is learned from it.
+    assert sum(map(len, split(path, teacher="t"))) == 60
+    refusal(G.UserError, f"{NO_ANSWER}: 60 ", split, path, teacher="t", kd_alpha=0.5)
+    judged = PPO.Settings(train_files=str(path), reward_model="j")
+    assert sum(map(len, PPO.split_problems(judged, log=[].append))) == 60
+    assert G.exact_match(["q"] * 3, ["a", "a", " a\n"], ["a ", None, "b"]) == [1.0, None, 0.0]
     reports = []
     write_lines(path, [*GOOD, *BARE])
     assert sum(map(len, split(path, reports=reports, reward="m.py:f"))) == 120
