@@ -45,6 +45,7 @@ Where to change what:
 
 import argparse
 import base64
+import collections
 import contextlib
 import functools
 import hashlib
@@ -1934,6 +1935,17 @@ def require_codes(coded, tensors):
         require(is_equal, f"coded.pt has codes of other weights under {name!r:.80}")
 
 
+def trained_names(tensors, settings):
+    """Return the names of the tensors that a run trained, in its order.
+
+    With adapters they are trained alone, and beside them the value head of a reward model.
+    """
+    if not any(".lora_" in name for name in tensors):
+        return list(tensors)
+    is_reward = settings.get("objective") == "reward"
+    return [name for name in tensors if ".lora_" in name or (is_reward and name == "w_value")]
+
+
 def read_checkpoint(folder, average):
     """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError.
 
@@ -1953,10 +1965,10 @@ def read_checkpoint(folder, average):
         training = {}
         if (folder / "training.pt").is_file():
             training = load(folder / "training.pt")
-            if average != "raw":  # what was trained, in its order
+            if average != "raw":
                 collected = training.get(average, {}).get("count", 0)
                 require(collected > 0, "none had been collected when it was saved")
-                trained = [name for name in tensors if ".lora_" in name] or tensors
+                trained = trained_names(tensors, meta["settings"])
                 tensors |= dict(zip(trained, training[average]["values"], strict=True))
                 require_weights(tensors)
         else:  # the folder `final` of a run
@@ -1997,19 +2009,32 @@ def read_weights(path, average=""):
     return weights
 
 
+def check_average(average, *models):
+    """Raise UserError if --weights is given and none of the models has several weights."""
+    if average and not any(model.average for model in models):
+        raise UserError(
+            f"--weights {average}: must be with a run's checkpoint; an artifact, an unpacked folder "
+            "and an imported model have one set of weights"
+        )
+
+
+def network_tensors(weights):
+    """Return a MODEL's tensors without the value head of a reward model, which no network here has."""
+    return {name: w for name, w in weights.tensors.items() if name != "w_value"}
+
+
 def check_network(weights):
     """Raise UserError if this script does not know the network, or if a weight is not finite."""
     network = empty_network(checked_config(weights.shape, weights.path), weights.path)
-    tensors = {name: w for name, w in weights.tensors.items() if name != "w_value"}
-    check_tensors(network, tensors, weights.path)
-    check_finite(tensors, weights.path)
+    check_tensors(network, network_tensors(weights), weights.path)
+    check_finite(weights.tensors, weights.path)
 
 
 def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
     network = empty_network(GPTConfig(**source.shape), source.path)
     with one_line(f"{source.path}: its settings rebuild no model"):
-        network.load_state_dict(source.tensors, assign=True)
+        network.load_state_dict(network_tensors(source), assign=True)
         with torch.no_grad():
             logits = network(torch.tensor([[0]]))
         require(logits.isfinite().all(), "its logits are not finite")
@@ -2020,8 +2045,10 @@ def find_tokenizer(source, tokenizer_path, read):
     """Return read(path) of a MODEL's tokenizer: TOKENIZER_PATH, or the one beside it. UserError."""
     folder = source.path.parent
     beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
+    if source.header:
+        beside = [folder / source.header["meta"]["tokenizer"]]
     path = tokenizer_path or beside[0]
-    with one_line(f"{path}: no tokenizer of these scripts"):
+    with one_line(f"{path}: no tokenizer of these scripts; set TOKENIZER_PATH"):
         tokenizer = read(path)
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
@@ -2040,12 +2067,13 @@ def find_tokenizer(source, tokenizer_path, read):
 def write_folder(out, files):
     """Write a new folder of files and their SHA-256 sums.
 
-    files: name -> bytes, or a function that writes a file of this path. Raises OSError. After an error
-    or Ctrl-C there is no folder.
+    files: name -> bytes, or a function that writes a file of this path. A name may have a folder.
+    Raises OSError. After an error or Ctrl-C there is no folder.
     """
     out.mkdir()
     try:
         for name, content in files.items():
+            (out / name).parent.mkdir(exist_ok=True)
             if isinstance(content, bytes):
                 replace_file(out / name, content)
             else:
@@ -2084,6 +2112,19 @@ HF_ARCHITECTURES = {
     "Qwen3_5ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": True},
 }
 HF_LAYERS = {"full_attention": "a", "linear_attention": "g"}
+# The matrix of a layer that has the rows of each of transformers' projections.
+HF_MATRICES = {
+    "self_attn.q_proj": "mixers.{}.w_qkv",
+    "self_attn.k_proj": "mixers.{}.w_qkv",
+    "self_attn.v_proj": "mixers.{}.w_qkv",
+    "self_attn.o_proj": "mixers.{}.w_o",
+    "linear_attn.in_proj_qkv": "mixers.{}.w_qkvg",
+    "linear_attn.in_proj_z": "mixers.{}.w_qkvg",
+    "linear_attn.out_proj": "mixers.{}.w_o",
+    "mlp.gate_proj": "blocks.{}.mlp.w_up",
+    "mlp.up_proj": "blocks.{}.mlp.w_up",
+    "mlp.down_proj": "blocks.{}.mlp.w_down",
+}
 # The network has no part for these. The values are those that it computes.
 HF_REFUSED = {
     "attention_bias": False,
@@ -2104,6 +2145,8 @@ HF_GDN_SHAPE = (
 HF_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.|.*rotary_emb\.inv_freq$")
 # Files that `export --like` does not copy: weights in any format, their index, and our sums.
 HF_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|index\.json)|SHA256SUMS")
+# Chat templates beside chat_template.jinja, each under its name.
+TEMPLATE_FILES = "additional_chat_templates/*.jinja"
 # Where transformers finds classes that it does not have, in an export's own code.
 REMOTE_CLASSES = {
     "auto_map": {
@@ -2350,8 +2393,9 @@ def hf_architecture(shape):
     words = shape.layers.split()
     head_dim = shape.head_dim or shape.model_dim // shape.num_heads
     wanted = HF_SHAPE | {"norms": hf_norms(shape.attn_gate, len(words))}
+    kinds = HF_LAYERS.values() if shape.attn_gate else ["a"]
+    wanted["layers"] = " ".join(word if word in kinds else "a" for word in words)
     if not shape.attn_gate:
-        wanted["layers"] = " ".join("a" * len(words))
         wanted["rope_dims"] = shape.rope_dims if shape.rope_dims == head_dim else 0
     for name, value in wanted.items():
         actual = getattr(shape, name)
@@ -2440,8 +2484,6 @@ def hf_files(folder):
 
 def hf_headers(folder):
     """Return the HfTensors of a folder's model. Raises UserError."""
-    if (folder / GGUF_LINK).is_symlink():
-        return gguf_headers((folder / GGUF_LINK).resolve())
     safetensors = load_safetensors()
     tensors = {}
     for path in hf_files(folder):
@@ -2460,8 +2502,8 @@ def hf_headers(folder):
     return list(tensors.values())
 
 
-def read_hf_shape(folder):
-    """Return hf_shape of a folder. Raises UserError.
+def read_hf_headers(folder, gguf=None):
+    """Return hf_shape of a folder, and hf_headers, or those of a GGUF file. Raises UserError.
 
     A head in the files that is not the embedding counts, also where config.json says that the two
     are tied. So it is in transformers 5.
@@ -2470,20 +2512,21 @@ def read_hf_shape(folder):
     if not path.is_file():
         raise UserError(f"{folder}: no config.json; must be a folder of Hugging Face's")
     shape = hf_shape(read_json(path))
-    tensors = {tensor.name: tensor for tensor in hf_headers(folder)}
-    head = tensors.get("lm_head.weight")
-    embed = tensors.get("model.embed_tokens.weight")
+    tensors = gguf_headers(gguf) if gguf else hf_headers(folder)
+    named = {tensor.name: tensor for tensor in tensors}
+    head = named.get("lm_head.weight")
+    embed = named.get("model.embed_tokens.weight")
     if shape["tie_embeddings"] and head and embed:
         if head.shape != embed.shape or not torch.equal(head.read().float(), embed.read().float()):
             shape["tie_embeddings"] = False
             print(
                 f"{path}: says tie_word_embeddings, but the files have another head, which counts"
             )
-    return shape
+    return shape, tensors
 
 
-def check_hf_headers(folder, shape):
-    """Raise UserError if a folder's files do not have the tensors of a network of this shape.
+def check_hf_headers(folder, shape, tensors):
+    """Raise UserError if a folder's HfTensors are not those of a network of this shape.
 
     Nothing of the network's size is allocated: a config.json may ask for any.
     """
@@ -2494,7 +2537,7 @@ def check_hf_headers(folder, shape):
         raise UserError(
             f"{folder}/config.json: does not describe a model: {error!s:.200}"
         ) from None
-    for tensor in hf_headers(folder):
+    for tensor in tensors:
         is_tied_head = tensor.name == "lm_head.weight" and shape["tie_embeddings"]
         if HF_SKIPPED.match(tensor.name) or is_tied_head:
             continue
@@ -2510,14 +2553,14 @@ def check_hf_headers(folder, shape):
         raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
 
 
-def read_hf_tensors(folder, network):
-    """Copy the tensors of a folder's safetensors files, which were checked, into a network.
+def read_hf_tensors(folder, network, tensors):
+    """Copy a folder's HfTensors, which were checked, into a network.
 
     One is in memory at a time. Rows beyond the network's vocabulary, which belong to no token, are
     left out. Raises UserError for NaN and infinite weights.
     """
     views = hf_views(network)
-    for tensor in hf_headers(folder):
+    for tensor in tensors:
         view = views.get(tensor.name)
         if view is None:
             continue
@@ -2938,7 +2981,7 @@ def hf_templates(folder, config):
         templates = {"default": templates}
     if path.is_file():
         templates = {"default": path.read_text(encoding="utf-8")}
-        for more in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        for more in sorted(folder.glob(TEMPLATE_FILES)):
             templates[more.stem] = more.read_text(encoding="utf-8")
     facts = {"unused_templates": sorted(templates.keys() - {"default", "tool_use"})}
     if not templates:
@@ -3240,17 +3283,20 @@ def import_(args):
     with tempfile.TemporaryDirectory() as folder:
         try:
             unpack_gguf(args.folder, Path(folder))
-            import_folder(Path(folder), args)
+            import_folder(Path(folder), args, args.folder)
         except UserError as error:
             # What is in the folder came from the file.
             message = str(error).replace(f"{folder}/", "").replace(f"{folder}: ", "")
             raise UserError(f"{args.folder}: {message}") from None
 
 
-def import_folder(folder, args):
-    """Read a folder of transformers into a run folder: config.json, safetensors, tokenizer."""
-    shape = read_hf_shape(folder)
-    check_hf_headers(folder, shape)
+def import_folder(folder, args, gguf=None):
+    """Read a folder of transformers into a run folder: config.json, safetensors, tokenizer.
+
+    gguf: the file with the weights, if they are not in safetensors.
+    """
+    shape, tensors = read_hf_headers(folder, gguf)
+    check_hf_headers(folder, shape, tensors)
     tokenizer = read_hf_tokenizer(folder, given_tokenizer(), shape["vocab_size"])
     if args.set:
         tokenizer = with_values(tokenizer, args.set)
@@ -3259,11 +3305,11 @@ def import_folder(folder, args):
         # Models have some more rows than tokens. An id without a token must not be drawn.
         shape["vocab_size"] = tokenizer.vocab_size
     network = GPT(GPTConfig(**shape))
-    read_hf_tensors(folder, network)
+    read_hf_tensors(folder, network, tensors)
     header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
-    tensors = network.state_dict()
+    state = network.state_dict()
     files = {
-        "model.pt": functools.partial(torch.save, tensors),
+        "model.pt": functools.partial(torch.save, state),
         "coded.pt": functools.partial(torch.save, {}),  # no tensor has codes
         "meta.json": json.dumps({"shape": asdict(network.config), "header": header}).encode(),
     }
@@ -3275,7 +3321,7 @@ def import_folder(folder, args):
     finally:
         if not (args.out / "step_000000").exists():
             shutil.rmtree(args.out, ignore_errors=True)  # or the same command would be refused
-    print(f"{args.out}: {len(tensors)} tensors")
+    print(f"{args.out}: {len(state)} tensors")
     report_import(args.folder, tokenizer)
 
 
@@ -3293,7 +3339,10 @@ def export(args):
     load = load_gguf if is_gguf else load_safetensors
     load()  # or a UserError, before anything is read
     source = read_weights(args.model, args.weights)
+    check_average(args.weights, source)
     network = rebuild(source)
+    if "w_value" in source.tensors:
+        print(f"{source.path}: the value head of the reward model, w_value, is not written")
     if is_gguf:
         write_gguf(args, source, network)
         return
@@ -3350,7 +3399,7 @@ def own_files(source, network):
             "model_type": "underpar",
             "shape": source.shape,
         }
-        state = remote_names(source.tensors)
+        state = remote_names(network_tensors(source))
         files["modeling_underpar.py"] = read_tool("modeling_underpar.py")
     name = HF_MODEL_CLASSES.get(config["model_type"])
     if is_misread(name, tokenizer.facts):
@@ -3389,7 +3438,7 @@ def like_files(folder, source, network):
     all files but the weights are the folder's. Raises UserError if it is another model's.
     """
     path = folder / "config.json"
-    shape = read_hf_shape(folder)
+    shape, tensors = read_hf_headers(folder)
     config = read_json(path)
     for name, value in shape.items():
         actual = source.shape.get(name)
@@ -3397,13 +3446,13 @@ def like_files(folder, source, network):
         if actual != value and name not in ("vocab_size", "bos_id", "train_seq_len", "context"):
             raise UserError(f"{path}: has {name}={value!r}, {source.path} {actual!r}")
     files = {
-        file.name: file.read_bytes()
-        for file in folder.iterdir()
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in [*folder.iterdir(), *folder.glob(TEMPLATE_FILES)]
         if file.is_file() and not HF_WEIGHTS.fullmatch(file.name)
     }
     views = hf_views(network)
     state = {}
-    for tensor in hf_headers(folder):
+    for tensor in tensors:
         w = tensor.read()
         view = views.pop(tensor.name, None)
         if tensor.name == "lm_head.weight" and network.head is None:
@@ -3414,12 +3463,12 @@ def like_files(folder, source, network):
         state[tensor.key] = w
     if views:
         raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     count = len(network.embed)
     if count > text["vocab_size"]:
         text["vocab_size"] = count
         files["config.json"] = json_bytes(config)
-    tokenizer = find_tokenizer(source, "", load_tokenizer)
+    tokenizer = find_tokenizer(source, given_tokenizer(), load_tokenizer)
     if tokenizer.file == "imported.tiktoken":
         files |= mended_tokenizer_files(folder, tokenizer)
     if count > tokenizer.vocab_size:
@@ -3443,6 +3492,8 @@ def mended_tokenizer_files(folder, tokenizer):
     if facts.get("template") != hf_templates(folder, config).get("template"):  # by --set
         changes["chat_template"] = listed_templates(facts)
         files["chat_template.jinja"] = facts["template"].encode()
+        if "tool_template" in facts:
+            files[TEMPLATE_FILES.replace("*", "tool_use")] = facts["tool_template"].encode()
     if changes:
         files["tokenizer_config.json"] = json_bytes(config | changes)
     return files
@@ -3451,32 +3502,20 @@ def mended_tokenizer_files(folder, tokenizer):
 def adapter_files(source, network):
     """Return PEFT's files of a run's LoRA adapters, by name, for the model that it began with.
 
-    Raises UserError if there are none, or if the run changed another tensor than their matrices.
+    Raises UserError if there are none, if transformers has no class for the network, or if the run
+    changed another tensor than their matrices.
     """
-    inputs = {}  # A by the place of B's numbers in memory, where views of B have theirs too
-    for name, param in network.named_parameters():
-        module, _, matrix = name.rpartition(".")
-        adapter = f"{module}.parametrizations.{matrix}.0.lora_"
-        if f"{adapter}b" in source.unmerged:
-            param.data = source.unmerged[f"{adapter}b"]  # so that the views are of it
-            inputs[param.untyped_storage().data_ptr()] = source.unmerged[f"{adapter}a"]
-    if not inputs:
+    if not any(".lora_" in name for name in source.unmerged):
         raise UserError(f"{source.path}: has no adapters; LORA_RANK trains them")
-    state = {}
-    for name, b in hf_views(network).items():
-        a = inputs.get(b.untyped_storage().data_ptr())
-        if a is not None:
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            state[f"{module}.lora_A.weight"] = a.clone()
-            state[f"{module}.lora_B.weight"] = b.clone()
-    path = Path(source.run["init_from"])
-    packed = path / "model.upar"
-    base = read_weights(packed if packed.is_file() else path, "raw")
-    for name, w in base.tensors.items():
-        frozen = source.unmerged.get(name, w)  # may be bfloat16
-        if not torch.equal(w.to(frozen), frozen):
-            raise UserError(f"{source.path}: {name} has changed or grown; adapters cannot hold it")
-    print(f"adapters for {base.path}")
+    try:
+        hf_config(network.config)
+    except UserError as error:
+        raise UserError(f"{error}; export without --adapters writes the sums") from None
+    state = adapter_tensors(source, network)
+    base = start_weights(Path(source.run["init_from"]))
+    check_frozen(source, base)
+    option = f" --weights {base.average}" * bool(base.average)
+    print(f"adapters for the model of: python convert.py export {base.path} OUT{option}")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -3488,6 +3527,55 @@ def adapter_files(source, network):
         "adapter_model.safetensors": save_safetensors(state),
         "adapter_config.json": json_bytes(config),
     }
+
+
+def adapter_tensors(source, network):
+    """Return PEFT's tensors of a run's LoRA adapters, by name.
+
+    The projections of transformers are rows of our matrices, one behind the other. Each has the A of
+    its matrix, and its rows of B.
+    """
+    projections = collections.defaultdict(dict)  # matrix -> name in transformers -> rows
+    for name, view in hf_views(network).items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(\w+\.\w+)\.weight", name)
+        if match and match[2] in HF_MATRICES:
+            matrix = HF_MATRICES[match[2]].format(match[1])
+            projections[matrix][f"base_model.model.{name.removesuffix('.weight')}"] = len(view)
+    state = {}
+    for matrix, rows in projections.items():
+        module, _, last = matrix.rpartition(".")
+        adapter = f"{module}.parametrizations.{last}.0.lora_"
+        parts = source.unmerged[f"{adapter}b"].split([*rows.values()])
+        for name, b in zip(rows, parts, strict=True):
+            state[f"{name}.lora_A.weight"] = source.unmerged[f"{adapter}a"].clone()
+            state[f"{name}.lora_B.weight"] = b.clone()
+    return state
+
+
+def start_weights(path):
+    """Return the MODEL that a run took of INIT_FROM, see find_start of the training scripts."""
+    if (path / "final").is_dir():
+        path = path / "final"
+    elif (path / "model.upar").is_file():
+        path = path / "model.upar"
+    # Of a checkpoint the raw weights are taken. The folder `final` has one kind of weights alone.
+    return read_weights(path, "" if path.name == "final" else "raw")
+
+
+def check_frozen(source, base):
+    """Raise UserError if a run with adapters has other weights beside them than those of its base."""
+    frozen = {
+        re.sub(r"parametrizations\.(\w+)\.original$", r"\1", name): w
+        for name, w in source.unmerged.items()
+    }
+    for name, w in network_tensors(base).items():
+        # On a GPU they are bfloat16.
+        is_equal = name in frozen and torch.equal(w.to(frozen[name]), frozen[name])
+        if not is_equal:
+            raise UserError(
+                f"{source.path}: {name} is not that of {base.path}: it has changed or grown, which "
+                "adapters cannot hold; export without --adapters writes the sums"
+            )
 
 
 # -------------------------------------------------------------------------------------------- gguf
@@ -3548,7 +3636,6 @@ GGUF_NO_MERGE = "ÿ ÿ"  # llama.cpp wants some merges; no text has these bytes,
 U32 = 4
 F32 = 6
 U64 = 10
-GGUF_LINK = "model.gguf"  # in the folder of an import
 # What reading values of any kind may raise.
 GGUF_FAULTS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -3685,8 +3772,8 @@ def gguf_headers(path):
 
 
 def unpack_gguf(path, folder):
-    """Write what a GGUF file says into a folder of transformers, with a link to it. UserError."""
-    metadata, tensors = open_gguf(path.resolve())
+    """Write what a GGUF file says, without its weights, into a folder of transformers. UserError."""
+    metadata, tensors = open_gguf(path)
     files = {"config.json": json_bytes(gguf_config(metadata, tensors))}
     try:
         files |= gguf_tokenizer(metadata)
@@ -3696,7 +3783,6 @@ def unpack_gguf(path, folder):
         ) from None
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    (folder / GGUF_LINK).symlink_to(path.resolve())
 
 
 def gguf_config(metadata, tensors):
@@ -3963,6 +4049,7 @@ def gguf_vocabulary(tokenizer, count):
     for name, long_name in GGUF_TOKENS.items():
         if config.get(f"{name}_token") in ids:
             values[f"{long_name}_token_id"] = ids[config[f"{name}_token"]]
+    values.setdefault("eos_token_id", tokenizer.bos_id)  # as imports have it, see hf_chat
     # The end of a turn, the largest id of ours, is llama.cpp's EOT. It takes three ends at most.
     ends = sorted(stop_ids(tokenizer) - {values["eos_token_id"], tokenizer.bos_id}, reverse=True)
     values |= {f"{name}_token_id": i for name, i in zip(("eot", "eom"), ends, strict=False)}
@@ -4048,15 +4135,14 @@ def make_parser():
         command.set_defaults(run=run)
         command.add_argument(source, metavar=source.upper(), type=Path)
         command.add_argument("out", metavar="OUT", type=Path)
-        if run is import_:
-            told = "variable of the chat template, as enable_thinking=false"
-            command.add_argument("--set", action="append", metavar="NAME=JSON", help=told)
-    command.add_argument("--type", choices=GGUF_TYPES, help="of a GGUF file's matrices (f16)")
-    command.add_argument("--like", type=Path, help="folder of transformers, whose form it gets")
-    command.add_argument("--adapters", action="store_true", help="LoRA adapters alone, for PEFT")
-    command.add_argument(
-        "--weights", choices=AVERAGES, help="of a checkpoint (those that its run chose)"
-    )
+    told = "variable of the chat template, as enable_thinking=false"
+    add_option = commands.choices["import"].add_argument
+    add_option("--set", action="append", metavar="NAME=JSON", help=told)
+    add_option = commands.choices["export"].add_argument
+    add_option("--type", choices=GGUF_TYPES, help="of a GGUF file's matrices (f16)")
+    add_option("--like", type=Path, help="folder of transformers, whose form it gets")
+    add_option("--adapters", action="store_true", help="LoRA adapters alone, for PEFT")
+    add_option("--weights", choices=AVERAGES, help="of a checkpoint (those that its run chose)")
     return parser
 
 

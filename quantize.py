@@ -8,7 +8,8 @@
 
 MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its
 newest whole checkpoint), or what `unpack` or `apply` wrote. Settings below are environment
-variables, in capitals; DATA_PATH and MATRIX_BITS are the checkpoint's unless they are given.
+variables, in capitals; DATA_PATH and MATRIX_BITS are the checkpoint's unless they are given. One
+that the command does not read is an error.
 
 Sections between `# === shared:` fences are in other scripts too, byte for byte (tools/sync.py);
 in a copy of your own change them as you like.
@@ -28,7 +29,7 @@ Where to change what:
     how a MODEL is read and checked       read_weights, read_checkpoint, check_network
     which text it reads                   read_text, training_batch, validation_bpb
     a new command                         main, add_command
-    a new setting                         Settings, OUR_SETTINGS
+    a new setting                         Settings, OUR_SETTINGS, READ_SETTINGS
 """
 
 # /// script
@@ -97,6 +98,7 @@ class Settings:
 
     tokenizer_path: Paths = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     data_path: Paths = ""  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
+    # (train_gpt.py reads mixtures; here DATA_PATH must be one folder)
     seed: int = 1337  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 a weight when coded
@@ -2568,6 +2570,17 @@ def require_codes(coded, tensors):
         require(is_equal, f"coded.pt has codes of other weights under {name!r:.80}")
 
 
+def trained_names(tensors, settings):
+    """Return the names of the tensors that a run trained, in its order.
+
+    With adapters they are trained alone, and beside them the value head of a reward model.
+    """
+    if not any(".lora_" in name for name in tensors):
+        return list(tensors)
+    is_reward = settings.get("objective") == "reward"
+    return [name for name in tensors if ".lora_" in name or (is_reward and name == "w_value")]
+
+
 def read_checkpoint(folder, average):
     """Return a whole checkpoint's weights, or a folder's of `unpack` or `apply`. UserError.
 
@@ -2587,10 +2600,10 @@ def read_checkpoint(folder, average):
         training = {}
         if (folder / "training.pt").is_file():
             training = load(folder / "training.pt")
-            if average != "raw":  # what was trained, in its order
+            if average != "raw":
                 collected = training.get(average, {}).get("count", 0)
                 require(collected > 0, "none had been collected when it was saved")
-                trained = [name for name in tensors if ".lora_" in name] or tensors
+                trained = trained_names(tensors, meta["settings"])
                 tensors |= dict(zip(trained, training[average]["values"], strict=True))
                 require_weights(tensors)
         else:  # the folder `final` of a run
@@ -2631,19 +2644,32 @@ def read_weights(path, average=""):
     return weights
 
 
+def check_average(average, *models):
+    """Raise UserError if --weights is given and none of the models has several weights."""
+    if average and not any(model.average for model in models):
+        raise UserError(
+            f"--weights {average}: must be with a run's checkpoint; an artifact, an unpacked folder "
+            "and an imported model have one set of weights"
+        )
+
+
+def network_tensors(weights):
+    """Return a MODEL's tensors without the value head of a reward model, which no network here has."""
+    return {name: w for name, w in weights.tensors.items() if name != "w_value"}
+
+
 def check_network(weights):
     """Raise UserError if this script does not know the network, or if a weight is not finite."""
     network = empty_network(checked_config(weights.shape, weights.path), weights.path)
-    tensors = {name: w for name, w in weights.tensors.items() if name != "w_value"}
-    check_tensors(network, tensors, weights.path)
-    check_finite(tensors, weights.path)
+    check_tensors(network, network_tensors(weights), weights.path)
+    check_finite(weights.tensors, weights.path)
 
 
 def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
     network = empty_network(GPTConfig(**source.shape), source.path)
     with one_line(f"{source.path}: its settings rebuild no model"):
-        network.load_state_dict(source.tensors, assign=True)
+        network.load_state_dict(network_tensors(source), assign=True)
         with torch.no_grad():
             logits = network(torch.tensor([[0]]))
         require(logits.isfinite().all(), "its logits are not finite")
@@ -2654,8 +2680,10 @@ def find_tokenizer(source, tokenizer_path, read):
     """Return read(path) of a MODEL's tokenizer: TOKENIZER_PATH, or the one beside it. UserError."""
     folder = source.path.parent
     beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
+    if source.header:
+        beside = [folder / source.header["meta"]["tokenizer"]]
     path = tokenizer_path or beside[0]
-    with one_line(f"{path}: no tokenizer of these scripts"):
+    with one_line(f"{path}: no tokenizer of these scripts; set TOKENIZER_PATH"):
         tokenizer = read(path)
     # Post-training adds four tokens for the roles to a tokenizer that has none.
     is_right = source.shape["vocab_size"] - tokenizer.vocab_size in (0, 4)
@@ -2674,12 +2702,13 @@ def find_tokenizer(source, tokenizer_path, read):
 def write_folder(out, files):
     """Write a new folder of files and their SHA-256 sums.
 
-    files: name -> bytes, or a function that writes a file of this path. Raises OSError. After an error
-    or Ctrl-C there is no folder.
+    files: name -> bytes, or a function that writes a file of this path. A name may have a folder.
+    Raises OSError. After an error or Ctrl-C there is no folder.
     """
     out.mkdir()
     try:
         for name, content in files.items():
+            (out / name).parent.mkdir(exist_ok=True)
             if isinstance(content, bytes):
                 replace_file(out / name, content)
             else:
@@ -2701,11 +2730,10 @@ def write_folder(out, files):
 # ----------------------------------------------------------------------------------------- weights
 def stored_widen(source):
     """Return the factor on quantization steps of a checkpoint of train_gpt.py, see quant_table."""
-    exporter = source.exporter
+    if not source.exporter:  # of another script
+        return 1.0
     with one_line(f"{source.path}: training.pt has no factor on quantization steps"):
-        if "table" in exporter:  # checkpoints before 2026-11-27 have the widened quantizers
-            return exporter["table"]["matrix"]["clip_sigmas"] / MATRIX_CLIP_SIGMAS
-        return float(exporter.get("widen", 1.0))
+        return float(source.exporter["widen"])
 
 
 def read_packed(path):
@@ -2714,33 +2742,40 @@ def read_packed(path):
     return read_weights(str(folder / "model.upar") if folder.is_dir() else path)
 
 
-def copy_tokenizer(header, out, *models):
-    """Copy a tokenizer from beside one of the models to beside `out`, where sample.py looks.
+def copy_tokenizer(header, out, tokenizer_path, *models):
+    """Copy a tokenizer to beside `out`, where sample.py looks: TOKENIZER_PATH, or one beside a model.
 
     Raises UserError if another tokenizer of that name is there.
     """
-    name = Path(header["meta"]["tokenizer"]).name
+    name = header["meta"]["tokenizer"]
     if name == "bytes":  # is built in
         return
+
+    def is_right(path):
+        return path.is_file() and sha256_file(path) == header["tokenizer_sha256"]
+
     target = out.absolute().parent / name
-    for path in [target, *(model.parent / name for model in models)]:
-        if path.is_file() and sha256_file(path) == header["tokenizer_sha256"]:
-            if path != target:
-                replace_file(target, path.read_bytes())
-                print(f"{target}: the tokenizer that {out} needs beside it")
+    if is_right(target):
+        return
+    if target.exists():
+        raise UserError(
+            f"OUT {str(out)!r}: its tokenizer must be beside it as {target}, but that file is of "
+            "another model; choose another folder for OUT, a new one for example"
+        )
+    for path in [Path(tokenizer_path), *(model.parent / name for model in models)]:
+        if is_right(path):
+            replace_file(target, path.read_bytes())
+            print(f"{target}: the tokenizer that {out} needs beside it")
             return
-        if path == target and path.exists():
-            raise UserError(
-                f"OUT {str(out)!r}: its tokenizer must be beside it as {path}, but that file is of "
-                "another model; choose another folder for OUT, a new one for example"
-            )
-    sys.stderr.write(f"{out}: sample.py needs TOKENIZER_PATH, for no {name} was found to copy\n")
+    sys.stderr.write(
+        f"{out}: its tokenizer was not found; TOKENIZER_PATH names it, or put it there as {target}\n"
+    )
 
 
 def write_model(out, source, *models):
     """Write a MODEL as a folder: float32 weights, its codes if any, what rebuilds the network."""
     header = read_header(source, "")
-    copy_tokenizer(header, out, *models)
+    copy_tokenizer(header, out, load_defaults(source).tokenizer_path, *models)
     coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}
     files = {
         "model.pt": functools.partial(torch.save, source.tensors),
@@ -2811,6 +2846,8 @@ def read_text(model, settings):
             "DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without "
             "distillation"
         )
+    if ":" in path:
+        raise UserError(f"DATA_PATH={path!r}: is a mixture; must be one of its folders")
     manifest = load_manifest(path)
     train, val = check_dataset(path, manifest)
     header = read_header(model, settings.tokenizer_path)
@@ -2977,7 +3014,7 @@ def distill(base, tuned, settings):
         f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first "
         f"batch {before:.6g} before, {after:.6g} after"
     )
-    if after >= before:
+    if not after < before:  # or a NaN
         print("scales stay as they were; try another DISTILL_LR")
         return {}
     return {name: scale.detach().cpu() for name, scale in scales.items()}
@@ -3102,6 +3139,7 @@ def info(args):
     if args.checkpoint:
         model = read_weights(args.checkpoint, args.weights)
         match_tensors(model, source)
+    check_average(args.weights, model or source)
     size = source.path.stat().st_size
     parts = collections.defaultdict(collections.Counter)  # by tensor, class, or part of the file
     parts["(header)"]["bytes"] = size
@@ -3143,6 +3181,7 @@ def pack(args):
     With --gptq DATA the codes are GPTQ's, for the inputs that training text of that folder gives.
     """
     source = read_weights(args.model, args.weights)
+    check_average(args.weights, source)
     settings = load_defaults(source)
     if args.gptq:
         if source.coded:
@@ -3152,7 +3191,7 @@ def pack(args):
         settings = replace(settings, data_path=args.gptq)
     header = read_header(source, settings.tokenizer_path)
     # First, because packing takes a while: another model's tokenizer may be there.
-    copy_tokenizer(header, args.out, Path(settings.tokenizer_path), source.path)
+    copy_tokenizer(header, args.out, settings.tokenizer_path, source.path)
     data = pack_model(source, settings, bool(args.gptq))
     replace_file(args.out, data)
     print(f"{args.out}: {len(data)} bytes")
@@ -3185,8 +3224,12 @@ def verify(args):
     """Check that an artifact is whole, and of a checkpoint; if not, the exit code is 1."""
     source = read_packed(args.artifact)
     rebuild(source)
+    model = None
     if args.checkpoint:
-        compare_packed(source, read_weights(args.checkpoint, args.weights))
+        model = read_weights(args.checkpoint, args.weights)
+    check_average(args.weights, model or source)
+    if model:
+        compare_packed(source, model)
     print(
         f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}"
     )
@@ -3194,7 +3237,10 @@ def verify(args):
 
 def compare(args):
     """Print how far the weights of model B are from those of A."""
-    show(distances(read_weights(args.a, args.weights), read_weights(args.b, args.weights)))
+    a = read_weights(args.a, args.weights)
+    b = read_weights(args.b, args.weights)
+    check_average(args.weights, a, b)
+    show(distances(a, b))
 
 
 def show_sizes(path, base):
@@ -3238,6 +3284,7 @@ def make_delta(args):
     """Write the delta of two models by settings of the environment, and report on it."""
     base = read_weights(args.base, args.weights)
     tuned = read_weights(args.tuned, args.weights)
+    check_average(args.weights, base, tuned)
     settings = load_defaults(tuned)
     match_tensors(base, tuned)
     most = 0.0
@@ -3259,7 +3306,6 @@ def make_delta(args):
         "method": args.command,
         "base": hash_weights(base.tensors),
         **coding,
-        "keep_bits": 16,  # of what is no matrix
         "scale": 2.0 ** math.frexp(most)[1],
         "shape": tuned.shape,
     }
@@ -3288,11 +3334,51 @@ def deltaquant(args):
 def apply(args):
     """Write the model that a delta makes of BASE: a folder as `unpack` writes it, in float32."""
     base = read_weights(args.base, args.weights)
+    check_average(args.weights, base)
     model = read_tuned(args.delta, base)
     write_model(args.out, model, model.path, base.path)
 
 
 # -------------------------------------------------------------------------------------------- main
+# The settings that each command reads beside SEED and DEVICE; read_names has those of its options.
+READ_SETTINGS = {
+    "info": "",
+    "unpack": "tokenizer_path",
+    "pack": "tokenizer_path matrix_bits",
+    "verify": "",
+    "compare": "",
+    "bitdelta": "tokenizer_path delta_group delta_scale_bits distill_steps",
+    "deltaquant": "tokenizer_path delta_bits delta_step",
+    "apply": "tokenizer_path",
+}
+
+
+def read_names(args, settings):
+    """Return the names of the settings that a command reads with these arguments and settings."""
+    names = {"seed", "device", *READ_SETTINGS[args.command].split()}
+    if args.command == "verify" and args.checkpoint:
+        names |= {"tokenizer_path", "matrix_bits"}
+    if args.command == "bitdelta" and settings.distill_steps:
+        names |= {"distill_lr", "data_path"}
+    if args.command == "deltaquant" and settings.delta_step == "group":
+        names.add("delta_group")
+    if "score" in args and args.score:
+        names.add("data_path")
+    return names
+
+
+def check_read(args, settings):
+    """Raise UserError for a setting that the command would not read."""
+    names = read_names(args, settings)
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        if setting.name not in names and value != setting.default:
+            raise UserError(
+                f"{setting.name.upper()}={value!r}: {args.command} does not read it with these "
+                f"options and settings; must be left at {setting.default!r}"
+            )
+
+
 def fail_usage(message):
     """Raise a mistake in the command line, which argparse would print in several lines."""
     raise UserError(f"{message}; quantize.py --help says more")
@@ -3342,10 +3428,8 @@ def make_parser():
 
 def main():
     """Run one command. Return its exit code: 1 if `verify` says no, 2 for a mistake."""
-    if sys.argv[1:2] in (["import"], ["export"]):  # until 2026-11-27
-        raise UserError(f"now it is: python convert.py {shlex.join(sys.argv[1:])}")
     args = make_parser().parse_args()
-    load_settings(Settings, dict(os.environ))  # a wrong name is an error of every command
+    check_read(args, load_settings(Settings, dict(os.environ)))
     if "out" in args and (args.out.exists() or not args.out.absolute().parent.is_dir()):
         raise UserError(f"OUT {str(args.out)!r}: exists already, or its folder does not")
     try:

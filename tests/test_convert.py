@@ -6,9 +6,11 @@ import re
 import shlex
 
 import pytest
+import torch
 from test_quantize import network, write
 
 import convert as C
+import train_dpo as D
 from conftest import ROOT, refusal
 
 pytest.importorskip("safetensors")
@@ -34,11 +36,18 @@ def test_a_layout_that_transformers_does_not_have_is_told_by_name(changes, fault
     assert line == f"transformers' LlamaForCausalLM has no {fault}"
 
 
+def test_a_layer_that_qwen_does_not_have_is_told_by_name():
+    qwen = C.HF_SHAPE | C.HF_ARCHITECTURES["Qwen3_5ForCausalLM"]
+    shape = C.GPTConfig(264, 1, layers="g s", norms="rms_offset rms_offset", **qwen)
+    refusal(C.UserError, "Qwen3_5ForCausalLM has no layers='g s'", C.hf_config, shape)
+
+
 MISTAKES = [
     ("import", "the following arguments are required: FOLDER, OUT"),
     ("export {model} {new} --weights best", "invalid choice: 'best'"),
     ("export {model} {place}", "exists already, or its folder does not"),
     ("export {model} {new}/x", "exists already, or its folder does not"),
+    ("export {model} {new} --weights ema", "--weights ema: must be with a run's checkpoint"),
     ("export {new} {new}", "no such file; a run's artifact is"),
     ("export {place} {new}", "no whole checkpoint"),
     ("import {place} {new}", "no config.json; must be a folder of Hugging Face's"),
@@ -51,6 +60,31 @@ def test_mistakes_are_one_line_and_exit_code_2(call, tmp_path, words, fault):
     names = dict(model=tmp_path / "m.upar", place=tmp_path, new=tmp_path / "new")
     code, _, error = call(*words.format(**names).split())
     assert code == 2 and fault in error and not names["new"].exists()
+
+
+def test_an_artifact_names_its_tokenizer(tmp_path):
+    """Another model's, which is beside it, is not taken."""
+    write(tmp_path / "m.upar", network())
+    (tmp_path / "a.model").write_bytes(b"another")
+    source = C.read_weights(tmp_path / "m.upar")
+    assert C.find_tokenizer(source, "", C.load_tokenizer).file == "bytes"
+    source.header["meta"]["tokenizer"] = "a.tiktoken"
+    refusal(C.UserError, "a.tiktoken: .*TOKENIZER_PATH", C.model_tokenizer, source)
+
+
+def test_a_reward_model_goes_out_without_its_value_head(call, tmp_path):
+    from safetensors.torch import load_file
+
+    for number in range(2):
+        net = network()
+        if number:
+            D.add_value_head(net)
+        write(tmp_path / f"{number}.upar", net)
+        code, output, error = call("export", tmp_path / f"{number}.upar", tmp_path / f"{number}")
+        assert code == 0 and ("w_value, is not written" in output) == bool(number), error
+    plain, reward = (load_file(tmp_path / name / "model.safetensors") for name in "01")
+    assert plain.keys() == reward.keys()
+    assert all(torch.equal(w, reward[name]) for name, w in plain.items())
 
 
 def test_the_guides_have_commands_that_the_parser_takes():

@@ -27,7 +27,7 @@ def draw(*shape, seed=0, size=0.01):
 
 def header(base, method="bitdelta", **changes):
     own = dict(method=method, base=Q.hash_weights(base), bits=1, group=128, scale_bits=32)
-    own |= dict(keep_bits=16, scale=0.125, shape={}, **changes)
+    own |= dict(keep_bits=16, scale=0.125, shape={}, **changes)  # keep_bits: until 2026-11-28
     return {"tokenizer_sha256": "t", "meta": {"tokenizer": "bytes"}, "settings": own}
 
 
@@ -268,11 +268,13 @@ def test_what_the_commands_print_and_write(
     """
     base, tuned, out = weights(place / "base"), weights(place / "tuned"), tmp_path / "d"
     words = [command, place / "base", place / "tuned", out, "--score"]
-    code, output, error = call(*words, DISTILL_STEPS=0, **changes)
+    if command == "bitdelta":
+        changes = changes | {"DISTILL_STEPS": 0}
+    code, output, error = call(*words, **changes)
     assert code == 0, error
     found, tensors = Q.read_delta(out, base)
     own = found["settings"]
-    assert (own["bits"], own["group"], own["scale_bits"]) == coding
+    assert (own["bits"], own["group"], own["scale_bits"]) == coding and "keep_bits" not in own
     shape = T.read_artifact(place / "model.upar")[0]
     assert own["shape"] == shape["settings"]
     assert found["tokenizer_sha256"] == shape["tokenizer_sha256"]
@@ -308,12 +310,18 @@ def test_distillation(call, place, tiny_data, tmp_path):
     """The scales bring the logits of the first batch nearer, by as much as is printed; signs and the rest stay."""
     base, tuned = weights(place / "base"), weights(place / "tuned")
     made = []
-    for steps in (0, 60):
-        changes = dict(DISTILL_STEPS=steps, DISTILL_LR=0.01)
-        out = tmp_path / str(steps)
-        _, output, error = call("bitdelta", place / "base", place / "tuned", out, **changes)
+    for name, changes in {
+        "plain": dict(DISTILL_STEPS=0),
+        "lost": dict(DISTILL_STEPS=9, DISTILL_LR=1e38),
+        "distilled": dict(DISTILL_STEPS=60, DISTILL_LR=0.01),
+    }.items():
+        out = tmp_path / name
+        code, output, error = call("bitdelta", place / "base", place / "tuned", out, **changes)
+        assert code == 0, error
         made.append(Q.read_delta(out, base)[1])
-    plain, distilled = made
+    plain, _, distilled = made
+    # Scales whose loss is a NaN are not taken.
+    assert (tmp_path / "lost").read_bytes() == (tmp_path / "plain").read_bytes()
     train, _ = Q.check_dataset(tiny_data, Q.load_manifest(tiny_data))
     ids = torch.cat(Q.training_batch(train, 32, Q.Settings().seed, 0))
     with torch.no_grad():
@@ -329,6 +337,7 @@ def test_distillation(call, place, tiny_data, tmp_path):
 
 
 BITDELTA = "bitdelta {base} {tuned} {new}"
+DELTAQUANT = "deltaquant {base} {tuned} {new}"
 MISTAKES = [
     ("apply {tuned} {delta} {new}", {}, "{delta}: of another base"),
     ("apply {base} {artifact} {new}", {}, "{artifact}: is no delta"),
@@ -337,10 +346,18 @@ MISTAKES = [
     ("apply {base} {missing} {new}", {}, "{missing}: no such file"),
     ("deltaquant {base} {nan} {new}", {}, "'mixers.1.w_o'"),
     ("deltaquant {base} {loud} {new}", {}, "'embed'"),
-    ("deltaquant {base} {tuned} {new}", dict(DELTA_BITS=9), "DELTA_BITS=9"),
+    (DELTAQUANT, dict(DELTA_BITS=9), "DELTA_BITS=9"),
     (BITDELTA, dict(DELTA_GROUP=-2), "DELTA_GROUP=-2"),
     (BITDELTA, dict(DATA_PATH=""), "DATA_PATH=''"),
     (BITDELTA, dict(DATA_PATH="nowhere"), "nowhere"),
+    (BITDELTA, dict(DATA_PATH="a:0.7,b:0.3"), "is a mixture"),
+    (BITDELTA, dict(DELTA_BITS=2), "DELTA_BITS=2"),
+    (BITDELTA, dict(DELTA_STEP="group"), "DELTA_STEP='group'"),
+    (BITDELTA, dict(DISTILL_STEPS=0, DISTILL_LR=0.2), "DISTILL_LR=0.2"),
+    (BITDELTA, dict(DISTILL_STEPS=0, DATA_PATH="x"), "DATA_PATH='x'"),
+    (DELTAQUANT, dict(DELTA_GROUP=32), "DELTA_GROUP=32"),
+    (DELTAQUANT, dict(DELTA_SCALE_BITS=16), "DELTA_SCALE_BITS='16'"),
+    (DELTAQUANT, dict(DISTILL_STEPS=1), "DISTILL_STEPS=1"),
     ("bitdelta {base} {tuned} {delta}", {}, "exists already"),
 ]
 
@@ -350,6 +367,8 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
     files = "base tuned delta damaged missing nan loud"
     names = {name: place / name for name in files.split()}
     names |= {"artifact": place / "model.upar", "new": tmp_path / "new"}
-    code, _, error = call(*words.format(**names).split(), **{"DISTILL_STEPS": 1, **changes})
+    if words == BITDELTA:
+        changes = {"DISTILL_STEPS": 1, **changes}
+    code, _, error = call(*words.format(**names).split(), **changes)
     assert code == 2 and said.format(**names) in error, error
     assert not names["new"].exists()

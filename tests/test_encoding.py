@@ -274,6 +274,15 @@ def test_one_token_fills_rows(llama2):
         assert C.padding_id(tokenizer) == i
 
 
+def test_an_unknown_end_is_bos_in_a_gguf_file(llama2):
+    """As in an import."""
+    for name, i in {"</s>": 2, "<end>": 1}.items():
+        config = read_json(llama2 / "tokenizer_config.json") | {"eos_token": name}
+        write_json(llama2 / "tokenizer_config.json", config)
+        values = C.gguf_vocabulary(C.read_hf_tokenizer(llama2, "", 300), 300)
+        assert values["tokenizer.ggml.eos_token_id"] == i
+
+
 def test_a_sentencepiece_model_without_a_template_stays(llama2):
     (llama2 / "tokenizer_config.json").unlink()
     tokenizer = C.read_hf_tokenizer(llama2, "", 300)

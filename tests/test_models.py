@@ -9,6 +9,7 @@ import logging
 import re
 import shutil
 import unicodedata
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -22,7 +23,18 @@ import sample
 import train_gpt as T
 import train_grpo
 import train_sft as S
-from conftest import ROOT, add_noise, exit_code, mutated, read_json, refusal, write_json
+from conftest import BYTES as BYTE_TOKENIZER
+from conftest import (
+    ROOT,
+    add_noise,
+    exit_code,
+    mutated,
+    pack,
+    read_json,
+    refusal,
+    small_network,
+    write_json,
+)
 
 VOCAB = 264  # of the tokenizer "bytes"
 BYTES = dict(TOKENIZER_PATH="bytes")
@@ -323,6 +335,42 @@ def test_a_folder_of_several_files_with_images(imported, tmp_path):
     assert read_json(tmp_path / "back" / "config.json") == config
 
 
+def test_links_and_null_in_a_folder(copied, tmp_path):
+    """In a cache of Hugging Face's all files are links. That to a GGUF file beside safetensors is no
+    sign of an import of it. "text_config": null is as none.
+    """
+    folder = copied("llama")
+    (tmp_path / "blob").write_bytes(b"no GGUF")
+    (folder / "model.gguf").symlink_to(tmp_path / "blob")
+    edit(folder / "config.json", text_config=None)
+    convert("import", folder, tmp_path / "run", **BYTES)
+    convert("export", tmp_path / "run", tmp_path / "back", "--like", folder)
+    assert_same_tensors(folder, tmp_path / "back")
+    assert not (tmp_path / "back" / "model.gguf").exists()
+
+
+def test_chat_templates_in_a_folder_of_their_own(transformers, tmp_path):
+    """`--like` copies them, or writes that for tools with what --set gives."""
+    folder = tmp_path / "model"
+    tokenizer = train_tokenizer("gpt2")
+    make(transformers, "llama", vocab_size=tokenizer.get_vocab_size()).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "additional_chat_templates").mkdir()
+    names = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+    for name in names:
+        (folder / name).write_text(f"{name} {{{{ date }}}}")
+    for out, options in (("plain", []), ("set", ["--set", 'date="1 May"'])):
+        convert("import", folder, tmp_path / out, *options)
+        convert("export", tmp_path / out, tmp_path / f"{out} back", "--like", folder)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / f"{out} back")
+        date = "1 May" if options else "today"
+        given = {} if options else {"date": date}
+        for kind, name in zip(("default", "tool_use"), names, strict=True):
+            words = dict(chat_template=theirs.chat_template[kind], tokenize=False, **given)
+            text = theirs.apply_chat_template([{"role": "user", "content": ""}], **words)
+            assert text == f"{name} {date}"
+
+
 @pytest.mark.parametrize("spare", [38, 0])
 @torch.no_grad()
 def test_role_tokens_in_an_export_like_the_original(transformers, refuses, tmp_path, capsys, spare):
@@ -348,6 +396,10 @@ def test_role_tokens_in_an_export_like_the_original(transformers, refuses, tmp_p
     convert("export", tuned, tmp_path / "back", "--like", folder)
     (tuned / found.file).write_bytes(found.content + b" ")
     refuses("must be the tokenizer of", "export", tuned)  # which is known by its hash
+    given = dict(TOKENIZER_PATH=tmp_path / "base" / found.file)
+    convert("export", tuned, tmp_path / "given", "--like", folder, **given)
+    files = [tmp_path / name / "tokenizer.json" for name in ("back", "given")]
+    assert files[0].read_bytes() == files[1].read_bytes()
     config = read_json(tmp_path / "back" / "config.json")
     rows = max(size + 4, size + spare)
     assert config == read_json(folder / "config.json") | {"vocab_size": rows}
@@ -529,11 +581,12 @@ def test_weights_and_files_that_are_refused(copied, refuses):
 
 # ------------------------------------------------------------------------------------------ adapters
 def adapt(start_from, run):
-    """Return a network with random adapters on an imported model, saved as a run that began with it.
+    """Return a network with random adapters on a model, saved as a run that began with it.
 
     Their averages are twice as large.
     """
-    network = S.setup_lora_adapter(load(start_from), 4, 12.0)
+    network, *_ = S.load_stored(S.find_start(str(start_from)))
+    S.setup_lora_adapter(network, 4, 12.0)
     trained = [param for name, param in network.named_parameters() if ".lora_" in name]
     for param in trained:
         param.data = 0.03 * torch.randn_like(param)
@@ -592,13 +645,56 @@ def test_adapters_that_cannot_go_out(imported, refuses, tmp_path):
     run = tmp_path / "run"
     adapt(out, run)
     source = C.read_weights(run, "raw")
+    network = C.rebuild(source)
     embed = source.unmerged["embed"]
-    for changed in (embed + 1, torch.cat([embed, embed[:4]])):
-        source.unmerged["embed"] = changed
-        fault = "embed has changed or grown; adapters cannot"
-        refusal(C.UserError, fault, C.adapter_files, source, C.rebuild(source))
+    matrix = "blocks.1.mlp.parametrizations.w_up.original"
+    for name, changed, said in (
+        ("embed", embed + 1, "embed"),
+        ("embed", torch.cat([embed, embed[:4]]), "embed"),
+        (matrix, source.unmerged[matrix] * 2, "blocks.1.mlp.w_up"),
+    ):
+        wrong = replace(source, unmerged=source.unmerged | {name: changed})
+        fault = f": {said} is not that of {out}/step_000000: it has changed or grown"
+        refusal(C.UserError, fault, C.adapter_files, wrong, network)
+    other = tmp_path / "other"
+    adapt(pack(small_network(), BYTE_TOKENIZER, tmp_path / "hybrid"), other)
+    refuses("has no mlp='relu2'; export without --adapters", "export", other, "--adapters")
     refuses("has no adapters; LORA_RANK trains them", "export", out, "--adapters")
     refuses("must be without --like", "export", run, "--adapters", "--like", folder)
+
+
+@pytest.mark.parametrize("start_from", ["base", "base/final", "base/step_000009"])
+@torch.no_grad()
+def test_adapters_on_an_ordinary_run(transformers, tmp_path, capsys, start_from):
+    """They are for its unrounded weights, or the raw ones of a checkpoint. The export that the command
+    names has these weights, whatever the run packed: with the adapters it is the tuned model.
+    """
+    from safetensors.torch import load_file
+
+    llama = C.HF_SHAPE | C.HF_ARCHITECTURES["LlamaForCausalLM"]
+    llama |= dict(layers="a a", norms="rms_weight rms_weight", norm_eps=1e-5)
+    raw, chosen = (small_network(seed, **llama) for seed in range(2))
+    base = pack(chosen, BYTE_TOKENIZER, tmp_path / "base")  # rounded
+    meta = dict(settings={}, step=9, identity=vars(raw.config))
+    averages = {"count": 1, "values": [param.data for param in chosen.parameters()]}
+    states = {"model": raw.state_dict(), "training": {"ema": averages}}
+    S.write_checkpoint(base / "step_000009", states, meta)
+    S.write_checkpoint(base / "final", {"model": chosen.state_dict()}, meta)
+    write_json(base / "result.json", {"weights": "ema"})
+    expected = adapt(tmp_path / start_from, tmp_path / "run")(texts())
+    convert("export", tmp_path / "run", tmp_path / "adapters", "--adapters")
+    words = re.search(r"python convert\.py (export .*)", capsys.readouterr().out)[1]
+    convert(*words.replace("OUT", str(tmp_path / "model")).split())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (model(texts()).logits - expected).abs().max() > 1e-2
+    adapters = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert len(adapters) == 2 * 2 * 7
+    for name, param in model.named_parameters():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapters:
+            a, b = (adapters[f"{module}.lora_{part}.weight"] for part in "AB")
+            param += 3 * b @ a  # alpha / rank
+    assert (model(texts()).logits - expected).abs().max() < 1e-4
 
 
 # --------------------------------------------------------------------------------------- tokenizers

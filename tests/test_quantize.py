@@ -21,6 +21,7 @@ from test_artifact import header_of, signed
 
 import quantize as Q
 import sample as S
+import train_dpo as D
 import train_gpt as T
 from conftest import (
     ROOT,
@@ -163,10 +164,19 @@ def test_the_tokenizer_is_copied_beside_what_is_written(call, trained, tmp_path)
     assert [path.read_bytes() for path in other.iterdir()] == [b"mine"]
     (new / "tokenizer.model").unlink()
     code, _, error = call("pack", new / "a.upar", tmp_path / "c.upar")
-    assert code == 0 and "TOKENIZER_PATH" in error
-    changes = dict(TOKENIZER_PATH=trained / "tokenizer.model")
-    assert call("pack", trained / "step_000012", tmp_path / "d.upar", **changes)[0] == 0
-    assert (tmp_path / "tokenizer.model").read_bytes() == content
+    assert code == 0 and str(tmp_path / "tokenizer.model") in error
+    given = (tmp_path / "given.model", trained / "tokenizer.model")
+    given[0].write_bytes(content)
+    for path, words in (
+        (given[0], ["pack", new / "a.upar"]),
+        (given[0], ["unpack", new / "a.upar"]),
+        (given[1], ["pack", trained / "step_000012"]),
+    ):
+        code, _, error = call(*words, tmp_path / "out", TOKENIZER_PATH=path)
+        assert code == 0 and not error
+        assert (tmp_path / "tokenizer.model").read_bytes() == content
+        (tmp_path / "tokenizer.model").unlink()
+        (tmp_path / "out").rename(tmp_path / f"old {len(list(tmp_path.iterdir()))}")
 
 
 def test_pack_takes_given_bits_and_otherwise_the_checkpoints_steps(call, tmp_path):
@@ -377,6 +387,18 @@ MISTAKES = [
     ("pack {artifact} {new}", {"MATRIX_BITS": 4}, "MATRIX_BITS: "),
     ("pack {artifact} {new}", {"CONFIG": "{config}"}, "MATRIX_BITS: "),
     ("pack {artifact} {new} --gptq {place}", {}, "--gptq: "),
+    ("info {artifact}", {"MATRIX_BITS": 4}, "MATRIX_BITS=4"),
+    ("verify {artifact}", {"MATRIX_BITS": 4}, "MATRIX_BITS=4"),
+    ("unpack {artifact} {new}", {"CONFIG": "{config}"}, "MATRIX_BITS=4"),
+    ("pack {run} {new} --gptq {place}", {"DATA_PATH": "x"}, "DATA_PATH='x'"),
+    ("pack {artifact} {new} --weights ema", {}, "--weights ema: must"),
+    ("pack {run} {new} --gptq a:0.5,b:0.5", {}, "DATA_PATH='a:0.5,b:0.5': is a mixture"),
+    ("info {artifact} --weights raw", {}, "--weights raw: must"),
+    ("verify {artifact} --weights raw", {}, "--weights raw: must"),
+    ("verify {artifact} {artifact} --weights raw", {}, "--weights raw: must"),
+    ("compare {artifact} {artifact} --weights raw", {}, "--weights raw: must"),
+    ("apply {artifact} {artifact} {new} --weights raw", {}, "--weights raw: must"),
+    ("bitdelta {artifact} {artifact} {new} --weights raw", {}, "--weights raw: must"),
     ("pack {foreign} {new}", {}, "bytes has 264 tokens"),
     ("pack {broken} {new}", {}, "'embed'"),
 ]
@@ -391,6 +413,36 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
     code, _, error = call(*words.format(**names).split(), **changes)
     assert code == 2 and fault in error
     assert not names["new"].exists()
+
+
+def test_weights_of_an_unpacked_folder_are_of_one_kind(call, place, tmp_path):
+    artifact = place / "run" / "model.upar"
+    assert call("unpack", artifact, tmp_path / "folder")[0] == 0
+    code, _, error = call("pack", tmp_path / "folder", tmp_path / "new", "--weights", "raw")
+    assert code == 2 and "--weights raw: must" in error
+    # Beside a checkpoint, which has several, it may be.
+    assert call("compare", place / "run", tmp_path / "folder", "--weights", "raw")[0] == 0
+
+
+def test_a_reward_model_is_verified_and_has_averages(call, tmp_path):
+    """Beside adapters its value head is trained, too."""
+    net = network()
+    D.add_value_head(net)
+    add_noise(net, 0.05)
+    write(tmp_path / "m.upar", net)
+    assert call("verify", tmp_path / "m.upar", save(tmp_path / "run", net))[0] == 0
+    D.setup_lora_adapter(net, 2)
+    params = net.named_parameters()
+    trained = {name: w.data for name, w in params if ".lora_" in name or name == "w_value"}
+    averages = {"count": 1, "values": [w + 1 for w in trained.values()]}
+    meta = dict(settings={"objective": "reward"}, step=9, identity=vars(net.config))
+    states = {"model": net.state_dict(), "training": {"ema": averages}}
+    (tmp_path / "adapted").mkdir()
+    T.write_checkpoint(tmp_path / "adapted" / "step_000009", states, meta)
+    source = Q.read_weights(tmp_path / "adapted", "ema")
+    assert len(trained) == 1 + 2 * 8
+    for name, w in trained.items():
+        assert torch.equal(source.unmerged[name], w + 1)
 
 
 def test_a_grown_tokenizer_is_packed(call, tmp_path):
@@ -468,7 +520,9 @@ def test_the_guides_commands_run(call, named):
         script = words.index("python") + 1
         if words[script] == "quantize.py":
             changes = dict(word.split("=", 1) for word in words[: script - 1])
-            code, output, error = call(*words[script + 1 :], **{**changes, "DISTILL_STEPS": 5})
+            if words[script + 1] == "bitdelta":
+                changes["DISTILL_STEPS"] = 5
+            code, output, error = call(*words[script + 1 :], **changes)
             assert code == 0 and output, (command, error)
             outputs[words[script + 1], words[-1]] = output
     names = "apply bitdelta compare deltaquant info pack unpack verify"
