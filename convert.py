@@ -1714,6 +1714,8 @@ def decode_artifact(data):
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
+    dtypes = [array.dtype for array in (states, tables, sizes)]
+    require(dtypes == ["<u4", "<u2", "|u1"], "the coder's streams are not u32, u16 and u8")
     coder = RansCoder(states, tables.reshape(97, 256))
     codes_in_words = 0
     tensors = {}

@@ -308,6 +308,8 @@ LIES = [
     ("lane_states", dict(shape=[7]), ""),
     ("lane_states", dict(dtype="<u8"), "'lane_states' has a dtype that is none"),
     ("lane_states", dict(dtype="O"), "'lane_states' has a dtype that is none"),
+    ("lane_states", dict(dtype="<i4"), "the coder's streams are not u32"),
+    ("sizes", dict(dtype="|i1"), "the coder's streams are not u32"),
     ("escapes", dict(dtype="|i1"), ""),
     ("tables", dict(shape=[1 << 40, 256]), f"'tables': {TOO_LARGE}"),
     ("tables", dict(shape=[5, 256]), "'tables' is longer than"),
@@ -385,6 +387,18 @@ def bomb_of_codes(side, lanes, tables=97):
     return forged({**streams, "w": ([side, side], np.empty(0, np.uint16), CODED)})
 
 
+def bomb_of_frequencies():
+    """Return a file of tables whose sums are right, and in which -1 would be 2**32 - 1 as u32."""
+    table = np.zeros((97, 256), np.int16)
+    table[:, :3] = -1, 16383, 2
+    streams = {
+        "lane_states": ([1], np.full(1, 1 << 16, np.uint32)),
+        "tables": ([97, 256], table),
+        "sizes": ([2], np.zeros(2, np.uint8)),
+    }
+    return forged({**streams, "w": ([1, 1], np.empty(0, np.uint16), CODED)})
+
+
 def many_tensors():
     return forged({f"w{at}": ([1 << 20], np.zeros(9, "i1"), CODED) for at in range(300)})
 
@@ -393,6 +407,7 @@ BOMBS = {
     "codes that take no bytes": (lambda: bomb_of_codes(30_000, 1024), TOO_LARGE),
     "codes in one lane": (lambda: bomb_of_codes(3000, 1), "the lanes are too few"),
     "tables": (lambda: bomb_of_codes(8, 8, 1 << 15), "cannot reshape"),
+    "frequencies": (bomb_of_frequencies, "the coder's streams are not u32"),
     "floats": (lambda: forged({"norm": ([1 << 29], np.zeros(1 << 24, "f4"))}), TOO_LARGE),
     "many tensors": (many_tensors, TOO_LARGE),
     "a long header": (lambda: signed(b" " * (1 << 28)), "the header is longer than 1048576 bytes"),
