@@ -109,8 +109,6 @@ class Settings:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
-    # kernels on CUDA; auto: those that pass a check, fla: an error if fla's do not pass
-    kernels: Literal["auto", "plain", "fla"] = "plain"
     # generate
     prompt: str = ""  # text to continue; empty: a document's beginning
     # of a prompt; chat: a user's turn, as post-training has it
@@ -2071,82 +2069,6 @@ def read_rows(path, parse, log):
 
 
 # === end: chat ===
-# === shared: conversations ===
-ANSWERS = ("completion", "response", "output", "solution", "answer", "continuation")
-
-
-def is_true(flag):
-    """Return whether a flag of a row is 1 or true, or a text that says so."""
-    return str(flag).lower() in ("1", "1.0", "true")
-
-
-def as_context(turn):
-    """Return a turn of a prompt: of messages no answer is learned, as in TRL."""
-    role, text, *fields = turn
-    if role != "<|assistant|>":
-        return turn
-    return role, text, {"content": text, **dict(*fields), "train": False}
-
-
-def row_turns(row, notes):
-    """Return the format of a row and its turns, (role token, text, …); plain text is a turn without role.
-
-    The assistant has a turn, and none of its turns is empty. Fields that are null are as good as
-    absent; notes get (kind, name) of those that are not used. Raises RowError.
-    """
-    row = {name: value for name, value in row.items() if value is not None}
-    refuse_unlearned(row)
-    listed = next((name for name in CONVERSATIONS if name in row), None)
-    answer = next((name for name in ANSWERS if name in row), None)
-    has_question = not {*QUESTIONS}.isdisjoint(row)
-    if listed:
-        name = CONVERSATIONS[listed]
-        turns = listed_turns(row, listed, notes)
-        used = [listed]
-    elif "text" in row and not (has_question and answer):
-        name = "text"
-        turns = [("", text_of(row, "text"))]
-        used = ["text"]
-    elif "chosen" in row:
-        raise RowError("chosen and rejected, which train_dpo.py reads")
-    elif has_question:
-        name = "Alpaca" if "instruction" in row else "prompt/completion"
-        turns, used = question_turns(row, notes)
-        if not row.get("history"):  # whose answers are learned, as in LLaMA-Factory
-            turns = [as_context(turn) for turn in turns]
-        turns += field_turns(row, "<|assistant|>", notes, *ANSWERS)
-        used.append(answer)
-        if answer == "completion" and is_true(row.get("label")):  # of KTO
-            used.append("label")
-    else:
-        raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
-    if name != "text":
-        turns = leading_turns(row, turns)
-        used += ["system", "system_prompt", "tools", "functions"]
-    note_fields(row, used, "", notes)
-    check_turns(turns, notes)
-    return name, turns
-
-
-def check_turns(turns, notes):
-    """Raise RowError unless an answer is to be learned, and none of these is empty."""
-    answers = [turn for turn in turns if turn[0] in ("<|assistant|>", "")]
-    if not answers:
-        raise RowError("no turn of the assistant")
-    learned = [turn for turn in answers if dict(*turn[2:]).get("train", True)]
-    if not learned:
-        raise RowError("no answer is to be learned")
-    if not all(text.strip() for _, text, *_ in learned):
-        raise RowError("empty answer")
-    if any(dict(*turn[2:]).get("refusal") for turn in learned):
-        raise RowError("field 'refusal' of an answer, which is not written")
-    if turns[-1][0] not in ("<|assistant|>", ""):
-        notes.add(("not learned", "turns after the last answer"))
-    if turns[0][0] == "<|assistant|>":
-        notes.add(("not learned", "no turn before the first answer"))
-
-
-# === end: conversations ===
 # === shared: preferences ===
 def spoken_turns(text):
     """Return a text of HH-RLHF, in which Human: and Assistant: begin turns, as messages."""
@@ -3046,190 +2968,6 @@ class GPT(nn.Module):
 
 
 # === end: model ===
-
-
-# === shared: kernels ===
-# Faster forms on CUDA. A run begins with choose_kernels, which keeps those in FAST that agree with
-# the plain forms of section model on this device.
-
-
-def document_borders(ids, bos_id, device):
-    """Return a list of the places in ids (B, T) at which rows and documents begin, and B * T.
-
-    They are int32 (D + 1,); the list is empty if no kernel takes them. ids: on the host, which then
-    knows the number D of documents without waiting for a GPU.
-    """
-    if "attention" not in FAST:
-        return []
-    begins = ids == bos_id
-    begins[:, 0] = True
-    places = begins.flatten().nonzero().flatten()
-    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
-    torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
-    return [borders]
-
-
-# How varlen_attn is told that heads share keys. PyTorch 2.11 sees it by itself.
-SHARED_KEYS = dict(enable_gqa=True) if torch.__version__ >= "2.12" else {}
-
-
-def varlen_attend(q, k, v, borders, window):
-    """Return what `attend` returns, by FlashAttention and without masks."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    T = q.size(2)
-    left = window - 1 if window < T else -1
-    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B * T, heads, D)
-    o = varlen_attn(*rows, borders, borders, T, T, window_size=(left, 0), **SHARED_KEYS)
-    return o.unflatten(0, (-1, T)).transpose(1, 2)
-
-
-def fla_outputs(q, k, v, g, beta):
-    """Return room for the outputs of fla_gdn, which takes chunks of 64 tokens."""
-    return torch.empty_like(v), torch.empty_like(g), k.new_empty(*k.shape[:3], 64)
-
-
-def fla_gdn(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gdn_chunk's outputs by flash-linear-attention; running sums of g / ln 2, and inverses.
-
-    1.0 is the scale of q; no state is given or wanted.
-    """
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
-
-    inputs = (x.contiguous() for x in (q, k, v, g, beta))
-    total, o, inverse, *_ = chunk_gated_delta_rule_fwd(*inputs, 1.0, None, False)
-    return o, total, inverse
-
-
-def fla_grad(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverse: Tensor, d: Tensor
-) -> list[Tensor]:
-    """Return the gradients of fla_gdn's inputs; g has the running sums, d is by the outputs."""
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
-
-    inputs = [x.contiguous() for x in (q, k, v, g, beta)]
-    dq, dk, dv, d_beta, dg, *_ = chunk_gated_delta_rule_bwd(
-        *inputs, inverse, 1.0, None, d.contiguous(), None
-    )
-    return [x.to(y.dtype) for x, y in zip((dq, dk, dv, dg, d_beta), inputs, strict=True)]
-
-
-fla_grad = register("fla_grad", fla_grad, lambda *x: list(map(torch.empty_like, x[:5])))
-
-
-def keep_gdn(ctx, inputs, output):
-    """Keep what fla_backward needs."""
-    q, k, v, _, beta = inputs
-    _, total, inverse = output
-    ctx.save_for_backward(q, k, v, total, beta, inverse)
-
-
-def fla_backward(ctx, d, *_):
-    """Return the gradients of fla_gdn's inputs."""
-    return tuple(fla_grad(*ctx.saved_tensors, d))
-
-
-fla_gdn = register("fla_gdn", fla_gdn, fla_outputs, fla_backward, keep_gdn)
-
-
-def output_and_gradients(form, inputs, dtype):
-    """Return the output of a form and the gradients of its inputs; 4-d inputs are in `dtype`."""
-    leaves = [x.to(dtype) if x.ndim == 4 else x.clone() for x in inputs]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    output = form(*leaves)
-    weights = torch.arange(output.numel(), device=output.device).sin().view_as(output)
-    return [output, *torch.autograd.grad(output, leaves, weights.to(output.dtype))]
-
-
-def form_errors(fast, plain, inputs, dtype):
-    """Return the errors of a faster form and of the plain one, in `dtype`, as a tensor (2,).
-
-    An error is the largest distance of the output or a gradient from those of the plain form in
-    float32, relative to their norm. A NaN stays a NaN.
-    """
-    references = output_and_gradients(plain, inputs, torch.float32)
-    errors = []
-    for form in (fast, plain):
-        pairs = zip(output_and_gradients(form, inputs, dtype), references, strict=True)
-        errors.append(torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).max())
-    return torch.stack(errors)
-
-
-def check_attention(config, ids, dtype, device):
-    """Return the form_errors of varlen_attend with and without a window, for documents of ids (B, T)."""
-    (borders,) = document_borders(ids, 0, device)
-    doc = (ids == 0).cumsum(1).to(device)
-    windows = (config.attn_window, FULL_WINDOW)
-    shapes = [
-        (len(ids), heads, ids.size(1), config.attention_width)
-        for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    ]
-    return form_errors(
-        lambda *qkv: torch.cat([FAST["attention"](*qkv, borders, window) for window in windows]),
-        lambda *qkv: torch.cat([attend(*qkv, doc, window) for window in windows]),
-        [torch.randn(shape, device=device) for shape in shapes],
-        dtype,
-    )
-
-
-def check_gdn(config, ids, dtype, device):
-    """Return the form_errors of fla_gdn, for documents of ids (B, T)."""
-    _, heads, key_width, value_width = config.gdn_sizes
-    q, k, v = (
-        torch.randn(*ids.shape, heads, width, device=device)
-        for width in (key_width, key_width, value_width)
-    )
-    g, beta = torch.rand(2, *ids.shape, heads, device=device)
-    g = torch.where(ids[..., None].to(device) == 0, DOCUMENT_DECAY, -g)
-    q = F.normalize(q, dim=-1) * key_width**-0.5
-    return form_errors(
-        lambda *inputs: FAST["gdn"](*inputs)[0],
-        lambda *inputs: gdn_chunk(*inputs, chunk=64)[0],
-        [q, F.normalize(k, dim=-1), v, g, beta],
-        dtype,
-    )
-
-
-def choose_kernels(choice, network, runtime, log):
-    """Fill FAST with the forms that the layers can use and that agree with the plain ones; log why.
-
-    choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
-    form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
-    the plain form has no error. Raises UserError if fla is asked for and left out.
-    """
-    FAST.clear()
-    config = network.config
-    layers = set(config.layers.split())
-    if choice != "plain" and runtime.device.type == "cuda":
-        # fla takes a minute to compile, so nothing is checked that no layer uses.
-        if layers - {"g"}:
-            FAST["attention"] = varlen_attend
-        if "g" in layers:
-            FAST["gdn"] = fla_gdn
-    checks = {"attention": check_attention, "gdn": check_gdn}
-    dtype = network.dtype or torch.bfloat16
-    ids = torch.randint(100, (2, min(config.train_seq_len, 2048)))  # the plain form needs memory
-    for name in list(FAST):
-        good = False
-        try:
-            errors = checks[name](config, ids, dtype, runtime.device)
-            error, plain_error = errors.tolist()
-            good = error < 2 * plain_error + 0.001
-            reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
-        except Exception as fault:  # whatever a compiler or a package raises, it is not used
-            reason = repr(fault)
-        good = runtime.agree(good)  # rank 0 decides: ranks must not differ
-        log(f"kernels: {name} {'taken' if good else 'left out'}: {reason}")
-        if not good:
-            del FAST[name]
-    if choice == "fla" and "g" in layers and "gdn" not in FAST:
-        raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
-
-
-# === end: kernels ===
 
 
 # === shared: lora ===
@@ -4554,7 +4292,7 @@ def is_right(answer, functions):
 
 
 # What each MODE or SCORE reads; another setting that is given is an error.
-SAMPLING = "max_new_tokens temperature top_k top_p"
+SAMPLING = "max_new_tokens temperature top_k top_p compile"
 ASKING = f"score_path held_out eval_prompts {SAMPLING}"
 READ_SETTINGS = {
     "generate": f"prompt layout system tools num_samples {SAMPLING}",
@@ -4570,18 +4308,24 @@ READ_SETTINGS = {
 def check_modes(settings):
     """Raise UserError for a setting that MODE and SCORE do not read, or need and do not have."""
     kind = settings.mode
-    read = {"mode", "artifact", "seed", "device", "compile"}
+    read = {"mode", "artifact", "seed", "device"}
     if kind == "score":
         kind = settings.score
-        read |= {"score", "score_file", "kernels"}
+        read |= {"score", "score_file"}
     read |= {*READ_SETTINGS[kind].split()}
+    where = f"MODE={settings.mode} SCORE={settings.score}"
+    if kind == "win" and settings.score_judge:
+        read -= {"reward", "reward_seconds"}
+        where += " and a SCORE_JUDGE"
     for setting in fields(settings):
         value = getattr(settings, setting.name)
         if setting.name not in read and value != setting.default:
             raise UserError(
-                f"{setting.name.upper()}={value!r}: not read with MODE={settings.mode} "
-                f"SCORE={settings.score}; must be left at {setting.default!r}"
+                f"{setting.name.upper()}={value!r}: not read with {where}; must be left at "
+                f"{setting.default!r}"
             )
+    if isinstance(settings.compile, str):
+        raise UserError(f"COMPILE={settings.compile!r}: must be 0 or 1; a mode is for training")
     if "score_path" in read and not settings.score_path:
         raise UserError(f"SCORE_PATH='': must be given for SCORE={kind}")
     for name in ("prompt", "system"):
@@ -4725,7 +4469,9 @@ def sample(settings):
         )
     samples = sampled(model, [prompt], settings.num_samples, [(settings.seed,)], settings)
     begin = 0 if settings.layout == "text" else len(prompt)  # a text is printed with its prompt
-    for one in samples:
+    for place, one in enumerate(samples):
+        if place:
+            print("-" * 15)  # between two texts, as in nanoGPT
         ids = prompt + one.ids
         print(completion(model.tokenizer, ids[:begin], ids[begin:]))
 
@@ -4773,15 +4519,33 @@ def said_turn(line):
     return "<|user|>", line
 
 
+def second_question(turns, first):
+    """Return the place of the question after the one at place `first`; without one, the turns' end.
+
+    The result of a tool's call is no question: it would mean nothing without the call.
+    """
+    for place in range(first + 1, len(turns)):
+        role, _, *fields = turns[place]
+        if role == "<|user|>" and dict(*fields).get("role") != "tool":
+            return place
+    return len(turns)
+
+
 def chat(settings):
     """Answer the lines of standard input, a turn each, until it ends or Ctrl-C comes."""
-    if sys.stdin is None:
-        raise UserError("MODE=chat: reads standard input, which is closed")
     runtime = start_runtime(settings.device)
     model = open_model("ARTIFACT", settings.artifact, runtime, settings)
+    config = model.network.config
+    if config.positions != "learned":
+        model.context = max(model.context, config.context)
     system = system_turns(settings)
     turns = system
     count = min(settings.max_new_tokens, model.context // 2)  # tokens of an answer
+    if count < settings.max_new_tokens:
+        note(
+            f"[MAX_NEW_TOKENS={settings.max_new_tokens}: an answer has at most {count} tokens, half "
+            "the context]"
+        )
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 does not end the program
     for number in itertools.count():
@@ -4795,9 +4559,13 @@ def chat(settings):
         if line.strip() in ("", "/reset"):
             continue
         talk = [*turns, said_turn(line)]
-        # Without room for an answer, the oldest question and its answer give way.
-        while talk != system and room_left(model, talk, "chat") < count:
-            del talk[len(system) : len(system) + 2]
+        try:
+            # Without room for an answer, the oldest question and its answer give way.
+            while talk != system and room_left(model, talk, "chat") < count:
+                del talk[len(system) : second_question(talk, len(system))]
+        except UserError as error:  # a chat template refuses some conversations
+            note(f"[left out: {error}]")
+            continue
         if talk == system:
             note(
                 f"[left out: with {count} tokens to answer it exceeds the context of "
@@ -4863,21 +4631,24 @@ def answer_logps(model, rows, one_document=True):
 
 @torch.inference_mode()
 def rewards(model, conversations):
-    """Return a reward model's rewards of conversations, which it reads off their last tokens.
+    """Return a reward model's rewards of conversations, which it reads off their last tokens, and how
+    many were cut.
 
     The last turn is the assistant's. A conversation that exceeds its context loses its beginning, but
     not its first token.
     """
     rows = []
+    contexts_cut = 0
     for conversation in conversations:
         *before, answer = fitted_turns(model.tokenizer, conversation, set())
         first, *ids = asked_ids(model.tokenizer, before)
         ids += answer_ids(model.tokenizer, before, answer)
+        contexts_cut += len(ids) >= model.context
         rows.append([first, *ids[1 - model.context :]])
     values = [0.0] * len(rows)
     for number, features in numbered_features(model, rows):
         values[number] = (features[-1].float() @ model.network.w_value.float()).item()
-    return values
+    return values, contexts_cut
 
 
 def answer_rows(model, turns, answers):
@@ -4937,20 +4708,21 @@ def row_text(row, notes):
 
 
 def row_prompt(row, notes):
-    """Return the turns before the assistant's last answer, in any format, or a bare `prompt`."""
+    """Return the turns before a row's last answer; notes get (kind, name) of fields that are not used.
+
+    The row is one of row_pair, or a problem, which needs no answer: see problem_of.
+    """
     if "chosen" in row:
-        name, (turns, _, _) = row_pair(row, notes)
-    elif isinstance(row.get("prompt"), str):
-        name = "prompt"
-        turns = [("<|user|>", text_of(row, "prompt"))]
-    else:
-        name, turns = row_turns(row, notes)
-        while turns and turns[-1][0] != "<|assistant|>":
-            turns.pop()
-        turns = turns[:-1]
-    if not any(text.strip() for _, text, *_ in turns):
-        raise RowError("no prompt")
-    return name, turns
+        _, (turns, _, _) = row_pair(row, notes)
+        if not turns[-1][1].strip():
+            raise RowError("blank prompt")
+        return turns
+    turns = query_turns(problem_of(row, notes))
+    given = {name: value for name, value in row.items() if value is not None}
+    _, used = question_turns(given, set())
+    used += [*KEYS, "system", "system_prompt", "tools", "functions"]
+    note_fields(given, used, "", notes)
+    return turns
 
 
 # ----------------------------------------------------------------------------------------- answers
@@ -4970,7 +4742,7 @@ class Question:
     """A prompt that models answer."""
 
     turns: list
-    problem: dict  # {"prompt", "answer"}, or None
+    problem: dict  # the problem that REWARD marks; for another prompt {"answer": None}
 
 
 @dataclass
@@ -4987,11 +4759,11 @@ class ScoredAnswer:
 
     def row(self):
         """Return what SCORE_FILE has of the answer."""
-        problem = self.question.problem or {}
+        problem = self.question.problem
         return {
             "prompt": problem.get("prompt", "\n".join(text for _, text, *_ in self.question.turns)),
             "completion": self.text,
-            "answer": problem.get("answer"),
+            "answer": problem["answer"],
             "rewards": self.rewards,
             "reward": self.reward,
             "finished": self.finished,
@@ -5013,40 +4785,61 @@ def check_room(answering, turns, settings):
             )
 
 
+def leave_out_repeats(report, items):
+    """Leave out questions with the prompt of an earlier row, as training does. See parse_rows."""
+    firsts = {}  # prompt -> question of its first row
+    for number, (_, question) in [*items.items()]:
+        first = firsts.setdefault(json.dumps(question.turns), question)
+        if first is not question:
+            fault = "the prompt of an earlier row"
+            if first.problem["answer"] != question.problem["answer"]:
+                fault += ", with another answer"
+            del items[number]
+            report.leave_out(number, fault)
+
+
 def read_questions(answering, path, settings, log):
     """Return EVAL_PROMPTS questions of a file; with HELD_OUT of those that training holds out.
 
-    A row without room for an answer by each of the models is left out, and `read_rows` names it.
-    Where REWARD marks the answers, the rows are problems, see problem_of.
+    A row without room for an answer by each of the models is left out, and the log names it. Where
+    REWARD marks the answers, the rows are problems, see problem_of.
     """
     is_rewarded = settings.score in ("task", "win") and not settings.score_judge
     wants_answers = needs_answer(f"{settings.reward},{settings.mark}")
 
     def parse(row, notes):
-        problem = None
+        problem = {"answer": None}
         if is_rewarded:
             problem = problem_of(row, notes)
             if wants_answers:
                 require_answer(problem)
-            name = "problems"
             turns = query_turns(problem)
         else:
-            name, turns = row_prompt(row, notes)
+            turns = row_prompt(row, notes)
         check_room(answering, turns, settings)
-        return name, Question(turns, problem)
+        return "problems" if is_rewarded else "prompts", Question(turns, problem)
 
-    questions = read_rows(path, parse, log)
-    if is_rewarded:
-        columns = {}
-        for question in questions:
-            columns.update(dict.fromkeys(question.problem))
-        for question in questions:
-            question.problem = {**columns, **question.problem}
+    report, items = parse_rows(path, file_rows(path), parse)
+    leave_out_repeats(report, items)
+    questions = finish_rows(report, items, log)
+    columns = {}
+    for question in questions:
+        columns.update(dict.fromkeys(question.problem))
+    for question in questions:
+        question.problem = {**columns, **question.problem}
+    chosen = questions
     if settings.held_out:
-        questions = [one for one in questions if prompt_key(one.turns) % 10 == 0]
-    if not questions:
+        chosen = [one for one in questions if prompt_key(one.turns) % 10 == 0]
+    if not chosen:
         raise UserError(f"HELD_OUT=1: no prompt of {path} is held out; must be 0")
-    return questions[: settings.eval_prompts]
+    asked = chosen[: settings.eval_prompts]
+    if len(asked) < len(questions):
+        log(
+            f"data: {path}: of {len(questions)} prompts HELD_OUT={settings.held_out:d} leaves out "
+            f"{len(questions) - len(chosen)}, EVAL_PROMPTS={settings.eval_prompts} "
+            f"{len(chosen) - len(asked)}"
+        )
+    return asked
 
 
 def answer_questions(model, questions, settings, count):
@@ -5156,9 +4949,8 @@ def score_text(models, path, settings):
     return result
 
 
-def count_right(functions, answers, count, settings, log):
-    """Fill in the rewards of answers; return how many of the `count` answers to each question are
-    right. Raises UserError."""
+def reward_answers(functions, answers, settings, log):
+    """Fill in the rewards of answers. Raises UserError."""
     rows = [{**answer.question.problem, "completion_ids": answer.ids} for answer in answers]
     texts = [answer.text for answer in answers]
     try:
@@ -5169,6 +4961,10 @@ def count_right(functions, answers, count, settings, log):
         sys.stderr.write(fault.traceback)
         raise
     weigh(functions, answers)
+
+
+def count_right(functions, answers, count):
+    """Return how many of the `count` answers to each question are right."""
     marks = [is_right(answer, functions) for answer in answers]
     return [marks[start : start + count].count(True) for start in range(0, len(marks), count)]
 
@@ -5193,9 +4989,11 @@ def score_task(models, path, settings):
     questions = read_questions([models.scored], path, settings, models.log)
     functions = with_mark(load_reward_functions(settings.reward), settings.mark)
     greedy = answer_questions(models.scored, questions, replace(settings, temperature=0.0), 1)
-    result = {"greedy": interval(count_right(functions, greedy, 1, settings, models.log))}
+    reward_answers(functions, greedy, settings, models.log)
+    result = {"greedy": interval(count_right(functions, greedy, 1))}
     answers = answer_questions(models.scored, questions, settings, n)
-    counts = count_right(functions, answers, n, settings, models.log)
+    reward_answers(functions, answers, settings, models.log)
+    counts = count_right(functions, answers, n)
     for k in sorted({n, *(1 << power for power in range(n.bit_length()))}):
         result[f"pass{k}"] = interval([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts])
     result |= reward_scores(functions, answers)
@@ -5217,12 +5015,13 @@ def pair_margins(model, pairs):
 
 
 def reward_margins(model, pairs):
-    """Return by how much reward the chosen answer of each pair leads."""
+    """Return by how much reward the chosen answer of each pair leads, and how many contexts were cut."""
     conversations = []
     for turns, *answers in pairs:
         conversations += [[*turns, answer] for answer in answers]
-    values = np.array(rewards(model, conversations))
-    return values[::2] - values[1::2]
+    values, contexts_cut = rewards(model, conversations)
+    values = np.array(values)
+    return values[::2] - values[1::2], contexts_cut
 
 
 def score_preference(models, path, settings):
@@ -5247,9 +5046,9 @@ def score_preference(models, path, settings):
         margins -= reference
         contexts_cut += count
     columns = dict(zip(("", "_per_token"), margins.T, strict=True))
-    if hasattr(models.scored.network, "w_value"):
-        columns["_reward"] = reward_margins(models.scored, pairs)
     result = {"contexts_cut": contexts_cut}
+    if hasattr(models.scored.network, "w_value"):
+        columns["_reward"], result["contexts_cut_reward"] = reward_margins(models.scored, pairs)
     for name, values in columns.items():
         result[f"accuracy{name}"] = interval([float(value > 0) for value in values])
         result[f"margin{name}"] = interval(values.tolist(), share=False)
@@ -5263,42 +5062,42 @@ def score_preference(models, path, settings):
 def score_win(models, path, settings):
     """Return how often the answer to a prompt is better than SCORE_MODEL's, a tie being half a win.
 
-    The reward of SCORE_JUDGE or REWARD decides. Intervals are paired by prompt.
+    The reward decides: by SCORE_JUDGE, or the total of REWARD. Intervals are paired by prompt.
     """
     both = [models.scored, models.other]
     questions = read_questions(both, path, settings, models.log)
-    functions = load_reward_functions(settings.reward)
-    texts = []
-    marks = []
+    functions = [] if models.judge else load_reward_functions(settings.reward)
+    models.answers[path] = []
+    contexts_cut = 0
+    sides = []
     for model in both:
         answers = answer_questions(model, questions, settings, 1)
-        texts.append([answer.text for answer in answers])
-        models.answers.setdefault(path, []).append(answers)
         if models.judge:
             talks = [[*one.question.turns, ("<|assistant|>", one.text)] for one in answers]
-            marks.append(rewards(models.judge, talks))
+            values, count = rewards(models.judge, talks)
+            contexts_cut += count
+            for answer, value in zip(answers, values, strict=True):
+                answer.reward = value
         else:
-            marks.append(count_right(functions, answers, 1, settings, models.log))
-    rows = []
-    for place, answers in enumerate(models.answers[path]):
-        for answer, mark in zip(answers, marks[place], strict=True):
-            source = both[place].source
-            rows.append({**answer.row(), "reward": mark, "model": source})
-    models.answers[path] = rows
+            reward_answers(functions, answers, settings, models.log)
+        models.answers[path] += [{**answer.row(), "model": model.source} for answer in answers]
+        sides.append(answers)
     leads = []
-    for text, other_text, mark, other_mark in zip(*texts, *marks, strict=True):
+    for answer, other in zip(*sides, strict=True):
         # Equal answers tie, though the last digits of their rewards may differ between batches.
-        leads.append(0.0 if text == other_text else mark - other_mark)
+        leads.append(0.0 if answer.text == other.text else answer.reward - other.reward)
     wins = sum(lead > 0 for lead in leads)
     ties = leads.count(0)
+    own, others = sides
     return {
         "win_rate": interval([(lead > 0) + (lead == 0) / 2 for lead in leads]),
         "wins": wins,
         "ties": ties,
         "losses": len(leads) - wins - ties,
-        "mark": statistics.fmean(marks[0]),
-        "mark_of_other": statistics.fmean(marks[1]),
+        "reward": statistics.fmean(answer.reward for answer in own),
+        "reward_of_other": statistics.fmean(answer.reward for answer in others),
         "difference": interval(leads, share=False),
+        "contexts_cut": contexts_cut,
         "n": len(leads),
         "judge": models.judge.source if models.judge else f"REWARD={settings.reward}",
     }
@@ -5370,7 +5169,6 @@ def score(settings):
         reports.append(str(line))
 
     model = open_model("ARTIFACT", settings.artifact, runtime, settings)
-    choose_kernels(settings.kernels, model.network, runtime, log)
     models = Models(model, None, None, log)
     if settings.score_model or settings.score == "win":
         models.other = open_model("SCORE_MODEL", settings.score_model, runtime, settings)
@@ -5385,22 +5183,22 @@ def score(settings):
     for path in listed_files("SCORE_PATH", settings.score_path):
         scores[path] = MEASURES[settings.score](models, path, settings)
         figures = [f"{key}:{rounded(value)}" for key, value in scores[path].items()]
-        print(f"{settings.score} {path}:", *figures, flush=True)
         for name in not_finite(scores[path]):
             faults.append(f"{name} of {path}")
             scores[path][name] = None  # JSON has no NaN
-    if settings.score_file:
-        result = {
-            "script": Path(__file__).name,
-            "model": models.scored.source,
-            "score": settings.score,
-            "scores": scores,
-            "answers": models.answers,
-            "rows": reports,
-            **describe_machine(runtime),
-            "settings": asdict(settings),
-        }
-        replace_file(settings.score_file, (json.dumps(result, indent=1) + "\n").encode())
+        if settings.score_file:  # before the next file or a closed pipe can end the program
+            result = {
+                "script": Path(__file__).name,
+                "model": models.scored.source,
+                "score": settings.score,
+                "scores": scores,
+                "answers": models.answers,
+                "rows": reports,
+                **describe_machine(runtime),
+                "settings": asdict(settings),
+            }
+            replace_file(settings.score_file, (json.dumps(result, indent=1) + "\n").encode())
+        print(f"{settings.score} {path}:", *figures, flush=True)
     if faults:
         raise FloatingPointError(
             f"SCORE={settings.score}: not finite: {', '.join(faults)}; the weights of "

@@ -128,16 +128,16 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
 
 def parse_fitted(row, notes):
     """Return the format and turns of a row, as train_sft.py reads them."""
-    name, turns = S.row_turns(row, notes)
-    return name, S.fitted_turns(BYTES, turns, notes)
+    name, turns = F.row_turns(row, notes)
+    return name, F.fitted_turns(BYTES, turns, notes)
 
 
 @pytest.mark.parametrize(("line", "text", "note"), ROWS)
 def test_what_a_row_has_is_written_or_named(line, text, note):
     """Nothing is dropped in silence; fields that are null are none."""
     log = []
-    parts = S.parse_rows("x", [line.encode()], parse_fitted)
-    [turns] = S.finish_rows(*parts, log.append)
+    parts = F.parse_rows("x", [line.encode()], parse_fitted)
+    [turns] = F.finish_rows(*parts, log.append)
     assert written(turns) == text
     assert str(log[0]).partition("; left out none")[2] == (note and f"; {note} 1")
 
@@ -265,7 +265,7 @@ def test_mutated_rows_are_read_whole_or_left_out():
 
 # ---------------------------------------------------------------------------------------- malformed
 BAD_TURNS = {  # what the log calls it; lines of a file
-    "missing field " + " or ".join(map(repr, S.ANSWERS)): [
+    "missing field " + " or ".join(map(repr, F.ANSWERS)): [
         b'{"instruction": "x", "input": "y"}',
         b'{"prompt": "x", "completion": null}',
     ],
@@ -346,14 +346,14 @@ BAD_PAIRS = {
 
 
 @pytest.mark.parametrize(
-    ("parse", "bad", "good"),
+    ("module", "parse", "bad", "good"),
     [
-        (S.row_turns, BAD_TURNS, b'{"text": "good"}'),
-        (S.row_pair, BAD_PAIRS, b'{"prompt": "x", "chosen": "good", "rejected": "bad"}'),
+        (F, F.row_turns, BAD_TURNS, b'{"text": "good"}'),
+        (S, S.row_pair, BAD_PAIRS, b'{"prompt": "x", "chosen": "good", "rejected": "bad"}'),
     ],
     ids=["turns", "pairs"],
 )
-def test_each_malformed_kind_is_counted_named_and_survived(parse, bad, good, tmp_path):
+def test_each_malformed_kind_is_counted_named_and_survived(module, parse, bad, good, tmp_path):
     """Blank lines are counted as lines, not as rows."""
     rows = [b" ", good]
     left_out = {}
@@ -362,14 +362,14 @@ def test_each_malformed_kind_is_counted_named_and_survived(parse, bad, good, tmp
         rows += lines
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\r\n".join([*rows, good, good, b"  "]))
-    report, items = S.parse_rows(str(path), S.file_rows(str(path)), parse)
+    report, items = module.parse_rows(str(path), module.file_rows(str(path)), parse)
     last = len(rows) + 2
     assert report.left_out == left_out
     assert [*items] == [2, last - 1, last] and report.twice == [last - 1, last]
     assert len({str(item) for item in items.values()}) == 1
     path.write_bytes(lines[-1])  # alone
     message = f"^{path}: 1 rows, used none; left out {fault}: 1 "
-    refusal(S.UserError, message, S.read_rows, str(path), parse, print)
+    refusal(module.UserError, message, module.read_rows, str(path), parse, print)
 
 
 def test_files_of_every_kind_give_the_same_rows(tmp_path):
@@ -412,7 +412,7 @@ def test_files_without_rows_are_refused(tmp_path):
         path = tmp_path / name
         if content is not None:
             path.write_bytes(content)
-        refusal(S.UserError, f"^{path}:", S.read_rows, str(path), S.row_turns, print)
+        refusal(F.UserError, f"^{path}:", F.read_rows, str(path), F.row_turns, print)
     refusal(S.UserError, f"^{tmp_path}:", S.file_rows, str(tmp_path))
 
 
@@ -510,7 +510,7 @@ def test_a_chat_with_tools_has_the_turns_of_a_row(talk, tmp_path):
     path = tmp_path / "tools.json"
     write_json(path, [TOOL])
     row = {"tools": [TOOL], "messages": [said("s", "system"), *TOOL_TALK]}
-    ids, _ = F.turn_ids(BYTES, S.row_turns(row, set())[1])
+    ids, _ = F.turn_ids(BYTES, F.row_turns(row, set())[1])
     artifact = str(pack(network(0, train_seq_len=1024), BYTES, tmp_path / "long"))
     given = dict(tools=str(path), system="s", max_new_tokens=200, artifact=artifact)
     answers = [BYTES.encode(CALL_TEXT), BYTES.encode("b")]
@@ -523,7 +523,8 @@ def test_a_chat_with_tools_has_the_turns_of_a_row(talk, tmp_path):
 def test_a_chat_keeps_its_history_until_it_is_reset(talk, monkeypatch):
     """Ctrl-C ends an answer, of which what was said stays; between two answers it ends the program."""
     answers = [[*BYTES.encode("one"), "^C"], BYTES.encode("zwölf"), BYTES.encode("3")]
-    out, err, prompts = talk(["a", "", "b", "/reset", "c"], answers, system="S")
+    lines = ["a", "", "b", "/reset", "c"]
+    out, err, prompts = talk(lines, answers, system="S", max_new_tokens=32)
     assert (out, err) == ("one\nzwölf\n3\n", " [stopped][what was said is forgotten]\n")
     turns = [(SYSTEM, "S"), (USER, "a"), (ASSISTANT, "one"), (USER, "b")]
     third = prompt_of((SYSTEM, "S"), (USER, "c"))
@@ -534,7 +535,7 @@ def test_a_chat_keeps_its_history_until_it_is_reset(talk, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(S, "input", interrupted, raising=False)
-    assert talk(["a"], [])[:2] == ("", "")
+    assert talk(["a"], [], max_new_tokens=32)[:2] == ("", "")
 
 
 def test_a_character_is_written_when_it_is_whole(talk, monkeypatch):
@@ -558,6 +559,52 @@ def test_the_oldest_turns_give_way_when_the_context_is_full(talk):
     assert re.findall(r"\[(\w+ \w+)", err) == ["the context", "left out", "the context"]
 
 
+def test_an_answer_has_at_most_half_the_context(talk):
+    _, err, _ = talk(["a", "b"], [BYTES.encode("x" * 40)] * 2, max_new_tokens=33)
+    assert err.count("MAX_NEW_TOKENS=33: an answer has at most 32 tokens") == 1
+
+
+@pytest.mark.parametrize(("positions", "kept"), [("rope", 4), ("learned", 2)])
+def test_a_chat_has_the_context_of_an_imported_model(talk, tmp_path, positions, kept):
+    """It is longer than the windows of training, except where learned positions end."""
+    net = network(0, train_seq_len=64, context=128, positions=positions)
+    artifact = str(pack(net, BYTES, tmp_path / positions))
+    answers = [BYTES.encode("abc")] * 5
+    _, _, prompts = talk(["0123456789"] * 5, answers, artifact=artifact, max_new_tokens=8)
+    pair = [(USER, "0123456789"), (ASSISTANT, "abc")]
+    assert prompts[-1] == prompt_of(*pair * kept, pair[0])
+
+
+def test_the_result_of_a_tool_leaves_with_its_call(talk):
+    """Without the first question and the call alone there would be room."""
+    lines = ["0123456789", "/tool 0123456789", "9876543210", "0123456789"]
+    _, err, prompts = talk(lines, [BYTES.encode("abc")] * 4, max_new_tokens=8)
+    last = [(USER, "9876543210"), (ASSISTANT, "abc"), (USER, "0123456789")]
+    assert prompts[-1] == prompt_of(*last) and "oldest 4 turns" in err
+    assert prompts[2] == prompt_of(*turns_of_tool(), last[0])
+
+
+def turns_of_tool():
+    """Return the turns of a question, a call and its result, and an answer."""
+    question = [(USER, "0123456789"), (ASSISTANT, "abc")]
+    return [*question, S.said_turn("/tool 0123456789"), question[1]]
+
+
+def test_a_line_that_a_chat_template_refuses_is_left_out(talk, monkeypatch):
+    asked_ids = S.asked_ids
+
+    def refuse(tokenizer, turns):
+        if turns[-1][1] == "bad":
+            raise S.UserError("the template says no")
+        return asked_ids(tokenizer, turns)
+
+    monkeypatch.setattr(S, "asked_ids", refuse)
+    answers = [BYTES.encode("one"), BYTES.encode("two")]
+    out, err, prompts = talk(["a", "bad", "b"], answers, max_new_tokens=8)
+    assert (out, err) == ("one\ntwo\n", "[left out: the template says no]\n")
+    assert prompts[1] == prompt_of((USER, "a"), (ASSISTANT, "one"), (USER, "b"))
+
+
 def test_an_answer_is_what_generate_draws(talk, tmp_path, capsys):
     """By a real network: token by token the same text as all at once, for two turns."""
     lines = ["hello", "again"]
@@ -577,6 +624,10 @@ def test_an_answer_is_what_generate_draws(talk, tmp_path, capsys):
     given |= dict(artifact=str(tmp_path), device="cpu", system="s", temperature=0.0)
     S.sample(S.Settings(prompt="hello", layout="chat", **given))
     assert capsys.readouterr().out == talk(lines[:1], **given)[0]
+    # Several texts are told apart.
+    S.sample(S.Settings(prompt="hello", layout="chat", num_samples=3, **given))
+    out = capsys.readouterr().out
+    assert out == f"{'-' * 15}\n".join([talk(lines[:1], **given)[0]] * 3)
 
 
 def test_a_whole_process_with_a_signal(tmp_path):

@@ -393,7 +393,8 @@ def test_the_snippet_of_the_guide_gives_the_rewards(place, reward, capsys, float
     network, tokenizer, _ = P.load_model("ARTIFACT", str(place.of(reward)))
     model = SimpleNamespace(network=network, tokenizer=tokenizer, context=64)
     talks = [[("<|user|>", "52713"), ("<|assistant|>", text)] for text in ("12357", "12375")]
-    assert found == pytest.approx(P.rewards(model, talks), abs=1e-5) and found[0] != found[1]
+    rewards, _ = P.rewards(model, talks)
+    assert found == pytest.approx(rewards, abs=1e-5) and found[0] != found[1]
     assert "doc=torch.zeros_like(ids)" in snippet
 
 

@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import re
 import shlex
 import statistics
 import sys
@@ -303,9 +304,51 @@ def test_win_rate_by_a_checker_or_a_reward_model(place, tmp_path, monkeypatch, j
     leads = np.where(np.equal(*sides), 0, np.subtract(*marks))
     counts = [(leads > 0).sum(), (leads == 0).sum(), (leads < 0).sum()]
     assert [scores[name] for name in ("wins", "ties", "losses")] == counts and all(counts)
-    assert (scores["mark"], scores["mark_of_other"]) == pytest.approx(np.mean(marks, 1), abs=1e-4)
+    means = scores["reward"], scores["reward_of_other"]
+    assert means == pytest.approx(np.mean(marks, 1), abs=1e-4)
     assert scores["win_rate"] == normal_interval((1 + np.sign(leads)) / 2)
     assert scores["difference"] == normal_interval(leads)
+
+
+def test_graded_rewards_decide_wins_by_their_weights(place, tmp_path, monkeypatch):
+    """None is 1, so none would count as right; the weighted totals stand in SCORE_FILE, too."""
+    path = problem_file(tmp_path, 4)
+    (tmp_path / "graded.py").write_text(
+        "def size(completions):\n    return [len(text) / 16 for text in completions]\n"
+        "def vowels(completions):\n    return [text.count('a') / 16 for text in completions]\n"
+    )
+    sides = (["xxx", "aax", "x", "xa"], ["x", "xxx", "xx", "ax"])
+    scripted(monkeypatch, *([[text] for text in side] for side in sides))
+    reward = f"{tmp_path}/graded.py:size:2,{tmp_path}/graded.py:vowels:-1"
+    file = tmp_path / "scores.json"
+    given = dict(score_model=str(place / "other"), reward=reward, score_file=str(file))
+    scores = scored(place, "win", path, max_new_tokens=12, **given)
+    totals = [[2 * len(text) / 16 - text.count("a") / 16 for text in side] for side in sides]
+    assert [scores[name] for name in ("wins", "ties", "losses")] == [1, 1, 2]
+    assert (scores["reward"], scores["reward_of_other"]) == (*map(statistics.fmean, totals),)
+    assert scores["difference"] == normal_interval(np.subtract(*totals))
+    answers = read_json(file)["answers"][path]
+    assert [answer["reward"] for answer in answers] == sum(totals, [])
+    assert answers[0]["rewards"] == {"size": 3 / 16, "vowels": 0}
+
+
+def test_contexts_that_a_reward_model_does_not_see_are_counted(place, tmp_path, monkeypatch):
+    """A conversation of 64 tokens fits the judge's context of 64; here the last is of 65."""
+    model = model_of(loaded(place, "judge"))
+    talks = [
+        [(USER, "q"), (ASSISTANT, "a" * count)] for count in (5, 58, 59)
+    ]  # and 6 of the layout
+    assert len(S.asked_ids(BYTES, talks[0][:1])) + 5 + 1 == 5 + 6
+    values, contexts_cut = S.rewards(model, talks)
+    assert contexts_cut == 1
+    assert values[1] == pytest.approx(plain_reward(model.network, talks[1][:1], "a" * 58), abs=1e-4)
+    path = problem_file(tmp_path, 2)
+    scripted(monkeypatch, [["a" * 70], ["b"]], [["a" * 80], ["a" * 90]])
+    given = dict(score_model=str(place / "other"), score_judge=str(place / "judge"))
+    assert scored(place, "win", path, max_new_tokens=12, **given)["contexts_cut"] == 3
+    pairs = write(tmp_path, "pairs.jsonl", PAIRS[0], {**PAIRS[0], "prompt": "q" * 70})
+    scores = scored(place, "preference", pairs, artifact="judge")
+    assert scores["contexts_cut"] == scores["contexts_cut_reward"] == 2
 
 
 # ----------------------------------------------------------------------------------------- quality
@@ -340,23 +383,82 @@ def test_other_means_have_normal_intervals():
 
 
 # ------------------------------------------------------------------------------- rows and settings
-def test_prompts_are_the_turns_before_the_last_answer():
-    last = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "x"}]
-    assert S.row_prompt({"messages": MESSAGES + last}, set()) == ("messages", TALK)
-    assert S.row_prompt({"prompt": " q"}, set()) == ("prompt", [(USER, " q")])
-    assert S.row_prompt(PAIRS[1], set())[1] == TALK
-    for row in ({"prompt": " "}, {"text": "x"}):
-        refusal(S.RowError, "^no prompt$", S.row_prompt, row, set())
+LAST = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "x"}]
+PROMPTS = [  # a row, and the turns that a model answers
+    ({"messages": MESSAGES + LAST[:1]}, TALK),
+    ({"messages": MESSAGES + LAST}, [*TALK, (ASSISTANT, "b"), (USER, "x")]),
+    ({"prompt": MESSAGES, "completion": LAST[:1]}, TALK),
+    ({"prompt": MESSAGES}, TALK),
+    ({"prompt": " q", "answer": "a"}, [(USER, " q")]),
+    ({"question": "q", "system": "s"}, [(SYSTEM, "s"), (USER, "q")]),
+    ({"prompt": None, "instruction": "q", "input": "x", "output": "a"}, [(USER, "q\n\nx")]),
+    ({"prompt": "w", "history": [["u", "v"]]}, TALK),
+    (PAIRS[1], TALK),
+    ({**PAIRS[1], "system": "s"}, [(SYSTEM, "s"), *TALK]),
+]
+
+
+@pytest.mark.parametrize(("row", "turns"), PROMPTS)
+def test_prompts_are_the_turns_before_the_last_answer(row, turns):
+    notes = set()
+    assert (S.row_prompt(row, notes), notes) == (turns, set())
+
+
+def test_what_is_no_prompt_is_refused_and_what_is_not_read_noted():
+    for row in ({"prompt": " "}, {"prompt": "", "chosen": "a", "rejected": "b"}):
+        refusal(S.RowError, "^blank prompt$", S.row_prompt, row, set())
+    refusal(S.RowError, "^missing field 'prompt'$", S.row_prompt, {"text": "x"}, set())
+    notes = set()
+    row = {"prompt": "q", "documents": ["d"], "id": 3, "answer": "a"}
+    assert S.row_prompt(row, notes) == [(USER, "q")]
+    assert notes == {("not used", "documents"), ("columns not read", "id")}
+
+
+def test_prompts_are_those_that_training_holds_out(place, tmp_path, capsys):
+    """With all fields of a prompt, without repeated prompts, and without an answer where it is not read."""
+    rows = []
+    for i in range(60):
+        rows.append({"question": f"q{i}", "answer": f"a{i}", "system": "s", "input": f"{i % 3}"})
+    rows += [rows[0], {**rows[1], "answer": "b"}, {"question": "q"}]
+    path = write(tmp_path, "rows.jsonl", *rows)
+    problems = G.split_problems(G.Settings(train_files=path, eval_prompts=2))[2]
+    assert len(problems) == 2
+    given = dict(score_path=path, held_out=True, eval_prompts=2, max_new_tokens=4)
+    model = model_of(loaded(place, "main"))
+    for score in ("task", "quality"):
+        capsys.readouterr()
+        questions = S.read_questions([model], path, settings(place, score, **given), print)
+        assert [one.turns for one in questions] == [*map(S.query_turns, problems)]
+        counted, named = capsys.readouterr().out.splitlines()
+        count = 60 + (score == "quality")
+        held_out, beyond = map(
+            int, re.findall(r"=1 leaves out (\d+), EVAL_PROMPTS=2 (\d+)", named)[0]
+        )
+        assert f"of {count} prompts" in named and held_out + beyond + 2 == count
+        if score == "task":
+            assert "an earlier row: 1 (the first is row 61)" in counted
+            assert "an earlier row, with another answer: 1 (the first is row 62)" in counted
+            assert "1 (the first is row 63)" in counted
+        else:
+            assert "left out the prompt of an earlier row: 2" in counted
+    assert held_out > 40 and beyond
 
 
 MISTAKES = [
     ("SCORE=win", "SCORE='win': not read with MODE=generate"),
-    ("KERNELS=auto", "KERNELS='auto': not read with MODE=generate"),
+    ("KERNELS=auto", "KERNELS='auto': no setting of this script"),
+    ("COMPILE=max-autotune", "COMPILE='max-autotune': must be 0 or 1"),
+    ("SCORE_PATH=x COMPILE=1", "COMPILE=True: not read with MODE=score SCORE=text;"),
+    ("SCORE_PATH=x SCORE=preference COMPILE=1", "COMPILE=True: not read with MODE=score SCORE=pre"),
+    (
+        "SCORE_PATH=x SCORE=win SCORE_MODEL=main SCORE_JUDGE=judge REWARD=x.py:f",
+        "REWARD='x.py:f': not read with MODE=score SCORE=win and a SCORE_JUDGE",
+    ),
     ("MODE=chat PROMPT=x", "PROMPT='x': not read with MODE=chat"),
     ("SCORE_PATH=x TOP_K=3", "TOP_K=3: not read with MODE=score SCORE=text"),
     ("SCORE_PATH=x SCORE=preference LAYOUT=chat", "LAYOUT='chat': not read with MODE=score"),
     ("SCORE_PATH=", "SCORE_PATH='': must be given for SCORE=text"),
-    ("SCORE_PATH=latin.txt KERNELS=auto", "SCORE_PATH='latin.txt': must be UTF-8 text"),
+    ("SCORE_PATH=latin.txt", "SCORE_PATH='latin.txt': must be UTF-8 text"),
     ("SCORE_PATH=blank.txt", "SCORE_PATH='blank.txt': must be UTF-8 text or JSON line"),
     ("SCORE_PATH=none.txt", "none.txt: cannot be read; [Errno 2]"),
     ("SCORE_PATH=good.txt EVAL_STRIDE=64", "EVAL_STRIDE=64: must be less than the con"),
@@ -422,6 +524,26 @@ def test_a_file_holds_scores_and_all_answers(place, tmp_path, capsys):
     for one in answers:
         assert one["rewards"] == {"size": len(one["completion"]) / 4, "none": None}
         assert one["reward"] == one["rewards"]["size"] and 1 <= one["tokens"] <= 6
+
+
+def test_finished_scores_are_kept(place, tmp_path, monkeypatch):
+    """Where the second file is unusable, and where nobody reads what is printed."""
+    file = tmp_path / "scores.json"
+    (tmp_path / "good").write_text("abc")
+    monkeypatch.chdir(tmp_path)
+    given = settings(place, "text", score_path="good,missing", score_file=str(file))
+    refusal(S.UserError, "^missing: ", S.score, given)
+    kept = read_json(file)["scores"]
+    assert [*kept] == ["good"] and kept["good"]["nats"] > 0
+    file.unlink()
+
+    def close(*words, **_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(S, "print", close, raising=False)
+    with pytest.raises(BrokenPipeError):
+        S.score(replace(given, score_path="good"))
+    assert read_json(file)["scores"] == kept
 
 
 def test_a_score_that_is_not_finite_is_an_error(place, tmp_path, monkeypatch):
