@@ -2242,16 +2242,18 @@ def choose_kernels(choice, network, runtime, log):
 
     choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
     form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
-    the plain form has no error. Raises UserError if fla is asked for and left out.
+    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU.
     """
     FAST.clear()
+    if choice == "fla" and runtime.device.type == "cpu":
+        raise UserError("KERNELS='fla': must be auto or plain on a CPU; fla's kernels need CUDA")
     config = network.config
-    layers = set(config.layers.split())
+    kinds = {word[0].lower() for word in config.layers.split()}  # G1, g1 and g are Gated DeltaNet
     if choice != "plain" and runtime.device.type == "cuda":
         # fla takes a minute to compile, so nothing is checked that no layer uses.
-        if layers - {"g"}:
+        if kinds - {"g"}:
             FAST["attention"] = varlen_attend
-        if "g" in layers:
+        if "g" in kinds:
             FAST["gdn"] = fla_gdn
     checks = {"attention": check_attention, "gdn": check_gdn}
     dtype = network.dtype or torch.bfloat16
@@ -2269,7 +2271,7 @@ def choose_kernels(choice, network, runtime, log):
         log(f"kernels: {name} {'taken' if good else 'left out'}: {reason}")
         if not good:
             del FAST[name]
-    if choice == "fla" and "g" in layers and "gdn" not in FAST:
+    if choice == "fla" and "g" in kinds and "gdn" not in FAST:
         raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
 
 

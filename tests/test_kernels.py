@@ -106,13 +106,16 @@ def test_what_is_checked_and_who_decides(monkeypatch):
     for choice, device in (("plain", "cuda"), ("auto", "cpu")):
         T.choose_kernels(choice, network(), runtime(device), pytest.fail)
         assert T.FAST == {}
-    for device, gdn in (("cpu", right_gdn), ("cuda", missing_gdn)):
-        monkeypatch.setattr(T, "fla_gdn", gdn)
-        call = (T.choose_kernels, "fla", network(), runtime(device), str)
-        refusal(T.UserError, "KERNELS='fla'", *call)
+    monkeypatch.setattr(T, "fla_gdn", missing_gdn)
+    for device, said in (("cpu", "on a CPU"), ("cuda", "pip install")):
+        for layers in ("g s", "g1 s g1", "G1 s G1"):
+            call = (T.choose_kernels, "fla", network(layers=layers), runtime(device), str)
+            assert said in refusal(T.UserError, "^KERNELS='fla': ", *call)
     for name in ("check_attention", "check_gdn"):
         monkeypatch.setattr(T, name, lambda *_: torch.tensor([0.1, 0.1]))
-    for layers, kept in (("g g", ["gdn"]), ("a s", ["attention"])):
+    kept_by_layers = {"g g": ["gdn"], "a s": ["attention"], "g1 G2 g1": ["gdn"]}
+    kept_by_layers |= {"A1 A1": ["attention"], "g1 s1": ["attention", "gdn"]}
+    for layers, kept in kept_by_layers.items():
         T.choose_kernels("auto", network(layers=layers), runtime("cuda"), str)
         assert list(T.FAST) == kept
     monkeypatch.setattr(T.Runtime, "agree", lambda self, good: False)
