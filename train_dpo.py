@@ -3212,7 +3212,7 @@ def orthogonalize(G):
 
     Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
     s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
-    bfloat16 on CUDA.
+    bfloat16 on CUDA, and in G's dtype on a CPU.
     """
     if G.size(1) > G.size(2):
         return orthogonalize(G.mT).mT  # X X^T is then the smaller of the two products
@@ -3231,7 +3231,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (R, C) moves by lr * sqrt(max(1, R / C)) in spectral norm. A parameter may hold several
     matrices one below the other, such as q, k and v: its attribute `splits` has their numbers of
-    rows, and each is orthogonalized by itself. dtype: of the products; None: the weights'.
+    rows, and each is orthogonalized by itself. dtype: of the products on a CPU; None: the weights'.
     """
 
     def __init__(self, groups, runtime, dtype=None):
@@ -3576,7 +3576,9 @@ class Clock(Stateful):
         """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
-        progress = min(1.0, max(by_steps, by_time, *self.used[step - 1 : step]))
+        progress = min(1.0, max(by_steps, by_time))
+        if step:
+            progress = max(progress, self.used[step - 1])
         if self.replay:
             progress = self.replay[step]
         self.used[step:] = [progress]  # a resumed run replaces what came after its step
@@ -3605,25 +3607,37 @@ EMA_MEMORY = 0.02  # share of the run after which weights count 1 / e in the ave
 WARMUP_START = 0.1
 
 
+# Settings that a shape of LR_SCHEDULE has no use for: cosine falls from the warm-up on, flat_cosine
+# in the warmdown alone.
+UNUSED_BY_SCHEDULE = {
+    "cosine": ("warmdown_frac", "warmdown_iters"),
+    "constant": ("warmdown_frac", "warmdown_iters", "lr_floor"),
+}
+
+
 def warmdown_share(settings):
     """Return the share of the run, at its end, in which the learning rate falls to LR_FLOOR.
 
-    Raises UserError if it does not fit behind the warm-up.
+    Raises UserError if it does not fit behind the warm-up, and for settings of no use.
     """
+    schedule = settings.lr_schedule
+    for name in UNUSED_BY_SCHEDULE.get(schedule, ()):
+        value = getattr(settings, name)
+        if value != getattr(Settings, name):
+            raise UserError(f"{name.upper()}={value}: must be left out with LR_SCHEDULE={schedule}")
     warmup = settings.warmup_frac
-    if settings.lr_schedule == "constant":
+    if schedule == "constant":
         return 0.0
-    if settings.lr_schedule == "cosine":
-        if settings.warmdown_iters or settings.warmdown_frac != Settings.warmdown_frac:
-            raise UserError(
-                f"WARMDOWN_FRAC={settings.warmdown_frac} WARMDOWN_ITERS={settings.warmdown_iters}: "
-                "must be left out with LR_SCHEDULE=cosine, which falls from the warm-up on; "
-                "flat_cosine falls in the warmdown alone"
-            )
+    if schedule == "cosine":
         return 1 - warmup  # as in nanoGPT
     share = settings.warmdown_frac
     if settings.warmdown_iters:
-        share = settings.warmdown_iters / max(1, settings.iterations)
+        if not settings.iterations:
+            raise UserError(
+                f"WARMDOWN_ITERS={settings.warmdown_iters}: must be 0 without ITERATIONS; "
+                "WARMDOWN_FRAC is a share of any run"
+            )
+        share = settings.warmdown_iters / settings.iterations
     if warmup + share > 1:
         raise UserError(
             f"WARMUP_FRAC={warmup} and a warmdown of {share:g} (WARMDOWN_FRAC, or WARMDOWN_ITERS / "
@@ -3695,9 +3709,11 @@ class Plan(Stateful):
         self.step_share = progress / (step + 1)
         begun = []
         for name, (begin, _) in self.planned.items():
+            # By the clock the first step is at 0: what begins at 0 begins there.
+            is_due = progress > begin or begin == 0 or is_last_chance
             if self.is_on(name):
                 self.phases[name]["steps"] += 1
-            elif name not in self.phases and (progress > begin or is_last_chance):
+            elif name not in self.phases and is_due:
                 self.phases[name] = {
                     "begin": begin,
                     "start_step": step + 1,  # counted from 1, as in the log

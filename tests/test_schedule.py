@@ -81,6 +81,9 @@ def test_every_phase_fires_and_the_rate_reaches_its_floor(name, shape):
     plan, clock, multipliers, ended = run(SPEEDS[name], lr_schedule=shape, lr_floor=0.1)
     assert set(plan.phases) == {"warmup", "warmdown", "ema", "swa", "qat"}
     assert all(phase["steps"] > 0 for phase in plan.phases.values())
+    warmup = plan.phases["warmup"]
+    in_warmup = sum(progress <= plan.settings.warmup_frac for progress in clock.used)
+    assert (warmup["start_step"], warmup["steps"]) == (1, in_warmup)
     step = clock.median_step()
     slope = 0.9 / plan.warmdown * (math.pi / 2 if shape == "flat_cosine" else 1.0)  # the steepest
     # The last step has the rate of its begin, and ends up to a step before the clock does.
@@ -136,7 +139,10 @@ RATES = [
         dict(lr_schedule="cosine", warmdown_frac=T.Settings.warmdown_frac),
         {at: 0.2 + 0.4 * (1 + math.cos(math.pi * (at - 0.1) / 0.9)) for at in (0.1, 0.3, 0.9, 1.0)},
     ),
-    (dict(lr_schedule="constant", warmdown_iters=400), {0.05: 0.5, 0.1: 1.0, 0.5: 1.0, 1.0: 1.0}),
+    (
+        dict(lr_schedule="constant", warmdown_frac=T.Settings.warmdown_frac, lr_floor=0.0),
+        {0.05: 0.5, 0.1: 1.0, 0.5: 1.0, 1.0: 1.0},
+    ),
 ]
 
 
@@ -152,11 +158,14 @@ def test_multiplier_against_closed_forms(changes, expected):
     [
         (dict(iterations=0, max_wallclock_seconds=0.0), "ITERATIONS=0"),
         (dict(reserve_seconds=110.0), "RESERVE_SECONDS=110.0"),
-        (dict(warmdown_iters=400), "a warmdown of 400 "),
+        (dict(warmdown_iters=400), "^WARMDOWN_ITERS=400: .* ITERATIONS"),
         (dict(iterations=100, warmdown_iters=400), "a warmdown of 4 "),
         (dict(warmup_frac=0.6), "WARMUP_FRAC=0.6"),
         (dict(lr_schedule="cosine", warmdown_frac=0.3), "WARMDOWN_FRAC=0.3"),
         (dict(lr_schedule="cosine", warmdown_iters=4, iterations=9), "WARMDOWN_ITERS=4"),
+        (dict(lr_schedule="constant", warmdown_frac=0.3), "WARMDOWN_FRAC=0.3: .*=constant"),
+        (dict(lr_schedule="constant", warmdown_iters=4, iterations=9), "WARMDOWN_ITERS=4"),
+        (dict(lr_schedule="constant", lr_floor=0.1), "LR_FLOOR=0.1: .*=constant"),
     ],
 )
 def test_impossible_plans_are_errors(changes, said):
@@ -228,6 +237,7 @@ def test_reports_arrive_one_step_late(now):
 
 def test_progress_counts_the_step_on_its_way_and_the_coming_one(now):
     clock = T.Clock(settings(), ALONE)
+    clock.used = [0.1] * 4
     clock.seconds = [0.0, 10.0, 12.0, 14.0]
     send_report(clock)  # of the step ending at 16, which is on its way
     assert clock.median_step() == 2.0 and clock.progress(4) == pytest.approx(0.18)
