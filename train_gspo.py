@@ -4593,10 +4593,10 @@ def read_record(setting, path):
         raise UserError(f"{setting}: {path} cannot be read: {error}") from None
     # A setting that has become a constant since then may be there with the constant's value.
     retired = {name.lower(): value for name, value in OTHER_NAMES.items()}
-    names = {name for name, value in record["settings"].items() if value != retired.get(name)}
-    names ^= Settings.__dataclass_fields__.keys()
-    if names:
-        names = ", ".join(sorted(names)).upper()
+    stored = {name for name, value in record["settings"].items() if value != retired.get(name)}
+    different = sorted(stored ^ Settings.__dataclass_fields__.keys())  # in one of both alone
+    if different:
+        names = ", ".join(different).upper()
         raise UserError(
             f"{setting}: only one of {path} and this script has {names}; must be of a run of this "
             "script, in this version"
@@ -4640,6 +4640,12 @@ def stored_settings(given):
         return {**stored, "out_dir": str(folder.parent)}  # where it is now, if it was moved
     if given.get("REPLAY"):
         stored = read_progress(given["REPLAY"], out_dir)["settings"]
+        for name in ("ITERATIONS", "MAX_WALLCLOCK_SECONDS", "RESERVE_SECONDS"):
+            value = stored[name.lower()]
+            if given.get(name, value) != value:
+                raise UserError(
+                    f"{name}={given[name]}: must be {value}, as in the run whose steps REPLAY repeats"
+                )
         # A replay is a new run: where the other one was written says nothing about this one.
         return {**stored, "run_id": "", "resume": "", "out_dir": out_dir}
     return {}
@@ -4874,7 +4880,7 @@ class Run(Stateful):
     adds the "network" and all else that steps change.
     """
 
-    STATE = ("step", "skipped_steps", "skipped_in_a_row", "events")
+    STATE = ("step", "loss", "skipped_steps", "skipped_in_a_row", "events")
 
     settings: Settings
     runtime: Runtime
@@ -4894,6 +4900,7 @@ class Run(Stateful):
         self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
         self.events = []
         self.step = 0
+        self.loss = math.nan  # of the last step that was logged
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.saved_step = -1  # of the newest checkpoint
@@ -4907,11 +4914,21 @@ class Run(Stateful):
                     "bytes count"
                 )
             self.code_bytes += os.path.getsize(settings.config)
+        if 0 < settings.artifact_bytes_max <= self.code_bytes:
+            raise UserError(
+                f"ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}: must be above {self.code_bytes}, "
+                "the bytes of the script and of CONFIG, which count"
+            )
+
+    def load_state_dict(self, saved):
+        """Replace the state by a saved one. Checkpoints before 2026-11-28 have no loss."""
+        super().load_state_dict({"loss": math.nan, **saved})
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None.
 
-        Raises UserError, with nothing made but perhaps an empty folder.
+        Raises UserError, with nothing made but perhaps an empty folder, also if a resumed run would
+        become another one.
         """
         checkpoint = None
         if self.runtime.rank == 0:
@@ -4919,6 +4936,8 @@ class Run(Stateful):
             damaged = []
             if self.settings.resume:
                 checkpoint, damaged = checkpoint_to_resume(self.folder)
+                meta = json.loads((checkpoint / "meta.json").read_bytes())
+                check_identity(self.identity, meta["identity"])
             elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
                 raise UserError(
                     f"RUN_ID={run_id!r}: must be a plain name that no run in OUT_DIR has; RESUME "
@@ -4994,26 +5013,37 @@ class Run(Stateful):
         self.saved_step = self.runtime.agree(self.saved_step)
 
     def load(self, folder, optional=(), device=None):
-        """Restore a checkpoint. Raises UserError if the run would become another one.
+        """Restore a checkpoint. Raises UserError if it is damaged.
 
         optional: names of parts that it may lack. device: where its tensors are read, that of the
         run if it is None.
         """
-        meta = json.loads((folder / "meta.json").read_bytes())
-        check_identity(self.identity, meta["identity"])
         load_parts(self.parts, folder, optional, device or self.runtime.device)
         self.saved_step = self.step
         self.log.resume(self.step)
+        meta = json.loads((folder / "meta.json").read_bytes())
         changed = changed_settings(self.settings, meta["settings"])
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
+
+
+# The settings behind those values of a run's identity and of GPTConfig that have another name.
+SETTING_NAMES = {
+    "layers": "LAYER_PATTERN (NUM_LAYERS words)",
+    "norms": "NORM (a word for each layer)",
+    "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
+    "data_shares": "DATA_PATH (shares of the folders)",
+    "data_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the rows)",
+    "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
+}
 
 
 def check_identity(identity, before):
     """Raise UserError if a value that must not change is another one than in the checkpoint."""
     for name, value in before.items():
         if identity.get(name) != value:
+            setting = SETTING_NAMES.get(name, name.upper())
             given = identity.get(name)
-            raise UserError(f"{name.upper()}={given!r}: must stay {value!r} under RESUME")
+            raise UserError(f"{setting}={given!r}: must stay {value!r} under RESUME")
 
 
 def load_parts(parts, folder, optional, device):
@@ -5085,6 +5115,7 @@ def log_step(run, metrics, loss_name="loss"):
     report = run.clock.previous_report()
     if report is None:
         return
+    run.loss = report.loss
     count_skipped(run, report)
     if report.stop_requested:
         run.ended = "signal"

@@ -96,7 +96,7 @@ def newest(folder):
     return T.newest_checkpoint(folder)
 
 
-def steps_logged(place, out, what="/"):
+def steps_logged(place, out, what=r"/\S+ train_loss"):
     return [int(step) for step in re.findall(rf"^step:(\d+){what}", place.log(out), re.M)]
 
 
@@ -496,9 +496,20 @@ def test_a_signal_in_set_up_or_in_the_final_evaluation_ends_at_once(place, strai
     child = place.run(packing, f"at_file('model.upar$', 1, send, '{name}', 600)", code)
     said = f"stopped by {name}: RESUME={place.of(packing)} continues from step_000016\n"
     assert child.err == said and place.log(packing).endswith(said)
-    place.resume(packing)
+    # No step is left; the last loss, with which the validation is compared, is still that of step 16.
+    place.resume(
+        packing, "before(T, 'report_overfit', lambda run, *losses: run.log(str(losses)))\n"
+    )
     assert events(place, packing, "step") == [16]
     assert_same(place, packing, straight)
+    before = place.result(packing)["before_quantization"]["val_loss"]
+    assert f"\n{(losses_of(place, straight)[-1], before)}\n" in place.log(packing)
+
+
+def test_older_checkpoints_have_no_last_loss():
+    run = T.Run.__new__(T.Run)
+    run.load_state_dict({"step": 3, "skipped_steps": 0, "skipped_in_a_row": 0, "events": []})
+    assert run.step == 3 and math.isnan(run.loss)
 
 
 # ------------------------------------------------------------------------------------- RESUME rules
@@ -510,11 +521,17 @@ def test_resume_refuses_what_is_no_unfinished_run(place, straight, stopped, tmp_
         refusal(T.UserError, message, T.stored_settings, {"RESUME": str(run / wrong)})
     given = {"RESUME": str(run), "RUN_ID": "other"}
     refusal(T.UserError, "^RUN_ID='other'", T.stored_settings, given)
-    before = {path: path.read_bytes() for path in run.glob("*/*")}
+
+    def files():
+        return {path: path.read_bytes() for path in run.rglob("*.*") if path.is_file()}
+
+    before = files()
     for name, value in (("MODEL_DIM", 64), ("SEED", 5)):
         child = place.resume(stopped, code=2, **{name: value})
         assert re.fullmatch(f"error: {name}={value}: .*\n", child.err)
-    assert {path: path.read_bytes() for path in run.glob("*/*")} == before
+    line = place.resume(stopped, code=2, LAYER_PATTERN="g s").err
+    assert line.startswith("error: LAYER_PATTERN (NUM_LAYERS words)='g s': must stay 'g s1 s1'")
+    assert files() == before and "log.txt" in {path.name for path in before}
     assert len(losses_of(place, stopped)) == 6
 
 
@@ -550,7 +567,8 @@ def test_the_clock_goes_on_from_where_it_stood(place):
     clock = {"ITERATIONS": 0, "MAX_WALLCLOCK_SECONDS": 5, "RESERVE_SECONDS": 2}
     place.run("clock", "ticks(T)\nat_step(T, 12, pass_time, 2)\n" + stop_at(15), 143, **clock)
     place.resume("clock", "ticks(T)\n")
-    seconds = [row["train_time"] / 1000 for row in metrics_of(place, "clock")]
+    rows = [row for row in metrics_of(place, "clock") if "train_time" in row]
+    seconds = [row["train_time"] / 1000 for row in rows]
     steps = [0.02 + 0.06 * (0.618 * step % 1) for step in range(1, 17)]
     assert seconds[15] == pytest.approx(2 + sum(steps)) and seconds[11] < 1 < seconds[12]
     result = place.result("clock")
@@ -595,6 +613,9 @@ def test_a_replay_has_a_name_of_its_own_and_an_unchanged_source(tmp_path):
         write_json(tmp_path / "progress.json", stored)
         if not changed:
             assert T.stored_settings(given) == {**settings, **own}
+            for name, value in (("ITERATIONS", 0), ("MAX_WALLCLOCK_SECONDS", 600.0)):
+                assert T.stored_settings({**given, name: value}) == {**settings, **own}
+                refusal(T.UserError, f"^{name}=7: ", T.stored_settings, {**given, name: 7})
     refusal(T.UserError, "^REPLAY=.*'matrix_lr': 0.1", T.stored_settings, given)
 
 
@@ -729,7 +750,7 @@ def test_a_clock_that_ends_a_run_before_its_steps_says_so(place):
     clock = dict(ITERATIONS=60, MAX_WALLCLOCK_SECONDS=150, RESERVE_SECONDS=5)
     child = place.run("slow", "ticks(T, 8.5)\n", **clock)
     (event,) = place.result("slow")["events"]
-    rates = [row["lr_mul"] for row in metrics_of(place, "slow")]
+    rates = [row["lr_mul"] for row in metrics_of(place, "slow") if "lr_mul" in row]
     assert 16 <= len(rates) <= 17 and min(rates) > 0.05 and rates[0] == rates[1] == 1
     assert event == {"event": "ended_by_clock", "step": len(rates), "iterations": 60}
     assert "MAX_WALLCLOCK_SECONDS=150" in child.err and child.err in place.log("slow")
@@ -778,7 +799,8 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(place):
     steps = list(range(1, 17))  # step 6 is logged in the middle of step 7
     assert child.err.count("log.txt: [Errno 27] File too large\n") >= 7
     assert steps_logged(place, "no log") == steps[:5] + steps[12:]
-    assert re.findall(r"^step:(\d+)/", child.out, re.M) == [str(step) for step in steps]
+    logged = re.findall(r"^step:(\d+)/\S+ train_loss", child.out, re.M)
+    assert logged == [str(step) for step in steps]
 
 
 # ----------------------------------------------------------------------------------------- torchrun
