@@ -165,7 +165,8 @@ class Settings:
     qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
     bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
     tie_embeddings: bool = True  # the embedding is the output head
-    # optimizer and learning rates; defaults of the rates by optimizer: OPTIMIZER_PRESETS
+    # optimizer and learning rates; defaults of the rates by optimizer: OPTIMIZER_PRESETS. Under muon
+    # RowRMSprop trains the hashed tables, at TABLE_LR_SHARE of TIED_EMBED_LR.
     # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
     optimizer: Literal["muon", "lion", "adamw", "adafactor", "adamw8bit"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
@@ -2293,7 +2294,8 @@ LLAMA = dict(
     embed_init_std=0.02,
 )
 ARCH_PRESETS = {
-    "D": {},  # the defaults: GDN, and two layers of sliding-window attention with the same weights
+    # The defaults: GDN, and two layers of sliding-window attention with the same weights.
+    "D": dict(layer_pattern=Settings.layer_pattern, num_layers=0),
     "gdn": dict(layer_pattern="g", num_layers=10),
     "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
     "baseline": dict(  # the first script of Parameter Golf
@@ -2357,8 +2359,6 @@ def model_config(settings, vocab_size, bos_id, **overrides):
             f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
             f"{dim // heads}"
         )
-    if config.positions == "learned" and settings.eval_stateful:
-        raise UserError("EVAL_STATEFUL=1: must be 0, for POSITIONS='learned' ends at TRAIN_SEQ_LEN")
     return config
 
 
@@ -4548,11 +4548,11 @@ def write_result(run, values, content):
 
 
 # -------------------------------------------------------------------------------------------- main
-# Learning rates of matrices, embeddings and an untied head per optimizer: the best of a few, by 60 to 300 steps of
-# a small network on web text (docs/lab/2026-11.md). Values that are given override them. A wide head needs less: at
-# 256 wide and with tables under AdamW 0.004 was better than 0.008, at 128 wide 0.008 is.
-# torch.optim.Adafactor takes min(rate, 1 / sqrt(step)): 0.1 counts for its first 100 steps alone,
-# and the warmdown where it is below 1 / sqrt(step).
+# Learning rates of matrices, embeddings and an untied head, by optimizer. They were the best of a few
+# in 60 to 300 steps of a small network on web text (docs/lab/2026-11.md). Values that are given
+# override them. A wide head needs less: at 256 wide and with tables under AdamW 0.004 was better than
+# 0.008; at 128 wide 0.008 is. torch.optim.Adafactor takes min(rate, 1 / sqrt(step)): its 0.1 counts
+# for the first 100 steps, and in the warmdown only below 1 / sqrt(step).
 OPTIMIZER_PRESETS = {
     "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03, "head_lr": 0.008},
     "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004, "head_lr": 0.002},
@@ -4565,7 +4565,8 @@ MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
 # Rate of RowRMSprop over TIED_EMBED_LR. At 1 the tables learned a text by heart that is read twice:
 # 0.035 bits per byte more than at 0.3 (docs/lab/2026-11.md, 2026-11-27).
 TABLE_LR_SHARE = 0.3
-# Share of that rate that is left in the warmdown: a rare row read near the end would hardly learn.
+# Least share of that rate, in the warm-up and in the warmdown: otherwise a rare row that is read near
+# the end would hardly learn.
 TABLE_LR_FLOOR = 0.6
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
 # Tokens of a document between two steps of test-time training, and the adapters' AdamW.
@@ -4610,7 +4611,7 @@ def shape_settings(given):
     # VOCAB_SIZE is checked against the data's tokenizer, and a long context need not be trained.
     del values["vocab_size"]
     values["train_seq_len"] = min(config.train_seq_len, Settings.train_seq_len)
-    return {**values, **imported, **ARCH_PRESETS[given.get("ARCH_MODE", "D")]}
+    return {**values, **imported, **ARCH_PRESETS.get(given.get("ARCH_MODE"), {})}
 
 
 def start_config(settings, config):
@@ -4626,8 +4627,9 @@ def start_config(settings, config):
         wanted.pop(name, None)
     for name, value in asdict(config).items():
         if wanted.get(name, value) != value:
+            setting = SETTING_NAMES.get(name, name.upper())
             raise UserError(
-                f"{name.upper()}={wanted[name]!r}: must be {value!r}, as "
+                f"{setting}={wanted[name]!r}: must be {value!r}, as "
                 f"INIT_FROM={settings.init_from!r} has it; leave out ARCH_MODE and the settings of "
                 "the shape"
             )
@@ -4709,9 +4711,18 @@ def activation_dtype(name, device):
 
 
 def compile_model(network, settings):
-    """Return the network compiled into one graph or, with COMPILE=0, the network itself."""
+    """Return the network compiled into one graph or, with COMPILE=0, the network itself.
+
+    Raises UserError if it is on a CPU and there is no C++ compiler.
+    """
     if not settings.compile:
         return network
+    compiler = os.environ.get("CXX", "g++")  # as PyTorch chooses it
+    if network.embed.device.type == "cpu" and not shutil.which(compiler):
+        raise UserError(
+            f"COMPILE={setting_text(settings.compile)}: must be 0, or install the C++ compiler "
+            f"{compiler}, which was not found"
+        )
     mode = "default" if settings.compile is True else settings.compile
     return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)
 
@@ -4732,12 +4743,13 @@ def table_dropout(passes, tokens_per_row):
     return round(share * min(1.0, 2000 / tokens_per_row), 2)
 
 
-def planned_passes(settings, plan, text_tokens):
+def planned_passes(settings, plan, step, text_tokens):
     """Return how often the run will have read its training text, as its steps go so far.
 
-    0 in the first step of a run by the clock, whose length is not known yet.
+    0 in the first three steps of a run by the clock: its length is known when the reports of two
+    steps have arrived, see Clock.next_end.
     """
-    if not plan.step_share:
+    if step < 3 and not settings.iterations:
         return 0.0
     return settings.train_batch_tokens / plan.step_share / text_tokens
 
@@ -4764,32 +4776,33 @@ def forward_backward(model, batches, step, dropout=0.0):
     """
     runtime = batches.runtime
     noise = batches.settings.token_noise
-    table = getattr(model, "ngram_embed", None)
+    hashed = getattr(model, "ngram_embed", None)
     is_sparse = (
-        table is not None
+        hashed is not None
         and batches.settings.optimizer == "muon"
         and runtime.device.type == "cpu"
         and not runtime.distributed
     )
     if dropout or noise:
-        torch.manual_seed(batches.settings.seed + step)  # a resumed run draws the same
+        # A resumed run draws the same, and each rank its own: ranks are a million steps apart.
+        torch.manual_seed(batches.settings.seed + step + 1_000_000 * runtime.rank)
     model.zero_grad()
     loss = torch.zeros((), device=runtime.device)
     for ids, targets, *borders in batches.micro_batches(step):
-        tables = {}
+        ngrams = {}
         if noise:
             ids = with_noise(ids, noise, model.config.bos_id)
-        if table is not None:
+        if hashed is not None:
             rows = model.ngrams(model.context(ids), sparse=is_sparse)
             if dropout:
                 rows = F.dropout1d(rows.view(-1, 2, BIGRAM_DIM), dropout).view_as(rows)
-            tables["ngrams"] = rows
-        losses = model(ids, targets, *borders, **tables)
+            ngrams["ngrams"] = rows
+        losses = model(ids, targets, *borders, **ngrams)
         part = losses.sum() / batches.settings.train_batch_tokens
         part.backward()
         loss += part.detach()
     if is_sparse:
-        table.grad = table.grad.coalesce()  # each row once
+        hashed.grad = hashed.grad.coalesce()  # each row once
     return loss
 
 
@@ -4914,9 +4927,9 @@ def choose_timed_weights(network, table, averages, run, score):
     omissions = replayed_omissions(run.settings)
     for name, values in candidates.items():
         begin = run.clock.elapsed()
-        # Scoring an average must leave time to pack the weights chosen.
-        is_late = scores and run.runtime.agree(run.clock.limit - begin < 2 * scoring_seconds)
-        if is_late or name in omissions:
+        # Scoring an average must leave time to pack the weights chosen. The raw ones are always scored.
+        is_late = run.runtime.agree(run.clock.limit - begin < 2 * scoring_seconds)
+        if (scores and is_late) or name in omissions:
             run.event("weights_left_out", weights=name)
             continue
         with swapped(params, values), quantized(network, table):
@@ -5203,6 +5216,10 @@ def main():
     tokenizer = data.tokenizer
     network, start = make_network(settings, tokenizer)
     config = network.config
+    if settings.eval_stateful and config.positions == "learned":
+        raise UserError(
+            "EVAL_STATEFUL=1: must be 0, because learned positions end at TRAIN_SEQ_LEN"
+        )
     batches = Batches(data, settings, runtime)
 
     # model, optimizers, averages
@@ -5231,7 +5248,7 @@ def main():
         "tokenizer_sha256": tokenizer.sha256,
         "data_shares": data.shares,
         "init_from": settings.init_from or None,
-        "holdout_tokens": HOLDOUT_TOKENS,  # a setting of older runs
+        "holdout_tokens": HOLDOUT_TOKENS,  # in the checkpoints of older runs
     }
     run = Run(settings, runtime, plan, clock, identity, asdict(config))
     handle_stop_signals(run.end_at_once)
@@ -5285,7 +5302,6 @@ def main():
 
     text_tokens = settings.train_seq_len * sum(map(len, data.windows))
     metrics = {}
-    loss = math.nan  # of the last step
     target = {}  # steps and seconds until TARGET_VAL_LOSS was reached
     stop_signal = StopSignal(run)
     clock.start()
@@ -5295,9 +5311,11 @@ def main():
         last_step = bool(run.ended) or clock.is_last(run.step)  # run.step steps are finished
         faulthandler.cancel_dump_traceback_later()
 
-        # 1. Validate and save; the clock stands still.
+        # 1. Validate and save; the clock stands still. The last step is scored below; with a target it
+        # is validated, too, because a replay must find that its last step reached the target.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
-        if val_is_due and run.step and not last_step:
+        is_wanted = not last_step or (settings.target_val_loss and not run.ended)
+        if val_is_due and run.step and is_wanted:
             with clock.paused():
                 log_step(run, metrics, "train_loss")
                 score = scorer.score(model, data.val)
@@ -5309,7 +5327,8 @@ def main():
                 # The phases that have not begun are no longer awaited.
                 plan.planned = {name: plan.planned[name] for name in plan.phases}
                 last_step = True
-        # Also before step 1: a full disk is found before training, and a run killed early can resume.
+        # Unless SAVE_EVERY is 0, also before step 1: a full disk is found before training, and a run that
+        # is killed early can be resumed.
         save_is_due = settings.save_every and run.step % settings.save_every == 0
         if last_step or save_is_due:
             with clock.paused():
@@ -5329,7 +5348,7 @@ def main():
                     network, exporter.widen, 0.99 * limit, header, run, pack=False
                 )
         multiplier = plan.rates(progress)
-        passes = planned_passes(settings, plan, text_tokens)
+        passes = planned_passes(settings, plan, run.step, text_tokens)
         dropout = table_dropout(passes, text_tokens / max(1, config.bigram_vocab_size))
 
         # 3. Forward and backward. Under QAT the weights inside this block are rounded as in the
@@ -5388,14 +5407,18 @@ def main():
     before = scorer.score(model, data.val)
     log(f"before quantization: val_{before}")
     packed = score_artifact(artifact, scorer, data, run)
+    log.metrics(run.step, {"val_loss": packed["val_loss"], "val_bpb": packed["val_bpb"]})
+    dtype = str(network.dtype).removeprefix("torch.")
+    if device.type == "cpu" and dtype != "float32":
+        log(f"packing: the artifact was scored in float32, the trained weights in {dtype}")
     report_packing(run, packed["val_loss"] - before.loss)
-    report_overfit(run, float(loss), before.loss)
+    report_overfit(run, run.loss, before.loss)
     facts = {
         "manifest_sha256": data.manifest_sha256,
         "tokenizer_sha256": tokenizer.sha256,
         "tokens": run.step * settings.train_batch_tokens,
         "params": counts,
-        "dtype": str(network.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "weights": chosen,
         "init_from": settings.init_from,
         **target,

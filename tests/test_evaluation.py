@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from conftest import BYTES, pack, refusal, small_network
+from conftest import BYTES, pack, small_network
 
 BOS = 1
 ALONE = T.Runtime(0, 1, torch.device("cpu"), False)
@@ -145,8 +145,3 @@ def test_an_artifact_is_scored_in_the_ways_asked_for(tmp_path, stride, stateful,
         expected["val_bpb_stateful"] = T.score_documents(own, network, data.val).bpb
     assert found == expected
     assert ["EVAL_STRIDE=16" in line for line in lines[1:]] == {0: [], 8: [0, 0], 16: [1]}[stride]
-
-
-def test_whole_documents_want_positions_without_an_end():
-    settings = T.Settings(eval_stateful=True, positions="learned")
-    refusal(T.UserError, "EVAL_STATEFUL=1", T.model_config, settings, 300, 1)

@@ -5,6 +5,7 @@ another file shows the row in full, SHOWN names it.
 import importlib
 import math
 import re
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -179,9 +180,14 @@ def test_every_script_has_every_optimizer(module):
 def test_networks_are_compiled_whole_by_a_mode(mode, monkeypatch):
     settings = T.load_settings(T.Settings, {"COMPILE": mode})
     monkeypatch.setattr(T.torch, "compile", lambda net, **words: words)
-    words = T.compile_model(None, settings)
-    mode = "default" if mode == "1" else mode
-    assert words == {"dynamic": False, "fullgraph": True, "mode": mode}
+    network = SimpleNamespace(embed=torch.zeros(1))
+    words = T.compile_model(network, settings)
+    expected = {"dynamic": False, "fullgraph": True, "mode": "default" if mode == "1" else mode}
+    assert words == expected
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    refusal(T.UserError, f"^COMPILE={mode}: .*no-such-compiler", T.compile_model, network, settings)
+    network.embed = torch.zeros(1, device="meta")  # not on a CPU
+    assert T.compile_model(network, settings) == expected
 
 
 # Recipe of the WiggleGPT guide -> optimizer, positions, schedule.
@@ -236,6 +242,11 @@ def test_a_run_ends_at_its_target(place):
     place.run("target", ITERATIONS=30, VAL_LOSS_EVERY=5, TARGET_VAL_LOSS=5.9)
     result = place.result("target")
     assert result["steps"] in (5, 10) and result["train_seconds"] > 0
+    assert "qat" not in result["phases"]  # and no error, which a replay must repeat
+    place.run("target again", **{**place.unset, "REPLAY": place.of("target")})
+    place.same("target", "target again")
+    again = place.result("target again")
+    assert (again["ended"], again["target_steps"]) == ("target", result["steps"])
 
 
 def test_a_memory_snapshot_needs_cuda(place):

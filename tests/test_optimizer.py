@@ -376,6 +376,8 @@ def test_rows_of_the_tables_are_left_out_of_repeated_text():
     assert not torch.equal(*kept)  # the second micro-batch draws others
     assert torch.equal(kept, torch.stack(found(3, share)).abs().amax(-1) > 0)
     assert not torch.equal(kept, torch.stack(found(4, share)).abs().amax(-1) > 0)
+    batches.runtime = SimpleNamespace(**{**vars(ALONE), "rank": 1})
+    assert not torch.equal(kept, torch.stack(found(3, share)).abs().amax(-1) > 0)
 
 
 def test_input_tokens_are_replaced_by_others_of_the_windows():
@@ -417,16 +419,39 @@ def test_noise_is_in_the_input_alone_and_the_same_when_a_run_is_resumed():
     assert not torch.equal(first[0], second[0])
     assert torch.equal(first[0], seen[2][0]) and torch.equal(second[0], seen[3][0])
     assert not torch.equal(first[0], seen[4][0])
+    batches.runtime = SimpleNamespace(**{**vars(ALONE), "rank": 1})
+    for step in (3, 4):  # another rank's noise is neither that of rank 0 nor that of its next step
+        T.forward_backward(Listener(network), batches, step)
+    assert not any(torch.equal(part[0], seen[-4][0]) for part in seen[:6])
+    assert not any(torch.equal(part[0], seen[-2][0]) for part in seen[:-2])
 
 
 def test_passes_over_the_text_are_counted_ahead():
     """40 steps of 512 tokens over 64 windows of 128 are 2.5 passes."""
     settings = T.Settings(train_batch_tokens=512, train_seq_len=128, iterations=40)
     plan = T.Plan(settings)
-    assert T.planned_passes(settings, plan, 64 * 128) == 0  # nothing is known yet
     for step in range(40):
         plan.begin_phases(step, (step + 1) / 40)
-        assert T.planned_passes(settings, plan, 64 * 128) == pytest.approx(2.5)
+        assert T.planned_passes(settings, plan, step, 64 * 128) == pytest.approx(2.5)
+
+
+def test_passes_of_a_run_by_the_clock_are_known_from_the_fourth_step_on(monkeypatch):
+    """50 steps of 2 s of a clock of 100 s are 3.125 passes; 6.25 and 9.375 were said in steps 2 and 3."""
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(T, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    limits = dict(max_wallclock_seconds=110.0, reserve_seconds=10.0)
+    settings = T.Settings(train_batch_tokens=512, train_seq_len=128, **limits)
+    plan = T.Plan(settings)
+    clock = T.Clock(settings, ALONE)
+    clock.start()
+    found = []
+    for step in range(50):
+        plan.begin_phases(step, clock.progress(step))
+        found.append(T.planned_passes(settings, plan, step, 64 * 128))
+        now.seconds += 2.0
+        clock.previous_report()
+        clock.send_report(*torch.zeros(3))
+    assert found == pytest.approx([0.0] * 3 + [3.125] * 47)
 
 
 def test_more_rows_are_left_out_the_more_often_a_text_is_read():

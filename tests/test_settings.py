@@ -388,6 +388,8 @@ def test_a_preset_of_the_environment_stands_above_the_file(tmp_path):
     preset = dict(arch_mode="gdn", **T.ARCH_PRESETS["gdn"])
     above = load({"CONFIG": path, "ARCH_MODE": "gdn"})  # nothing of llama's
     assert above == replace(T.Settings(), config=path, **preset)
+    above = load({"CONFIG": str(ROOT / "configs" / "cpu.env"), "ARCH_MODE": "D"})
+    assert T.layer_words(above)[0] == T.Settings.layer_pattern
     given = load({"ARCH_MODE": "baseline", "MLP_MULT": "3", "NUM_LAYERS": "2"})
     assert values(given) == ["a", 2, 3.0] and given.qk_gain_init == 1.5
     assert get_args(FIELDS["arch_mode"].type) == tuple(T.ARCH_PRESETS)

@@ -194,15 +194,32 @@ def test_what_does_not_fit_a_start(place, tmp_path):
     for name, value, fault in [
         ("MODEL_DIM", 64, "MODEL_DIM=64: must be 32, as INIT_FROM="),
         ("MLP", "gelu", "MLP='gelu': must be 'swiglu', as "),
-        ("NUM_LAYERS", 7, "LAYERS='"),
+        (
+            "NUM_LAYERS",
+            7,
+            "LAYER_PATTERN (NUM_LAYERS words)='g s1 s1 g s1 s1 g': must be 'g s1 s1'",
+        ),
+        (
+            "NORM",
+            "layer",
+            "NORM (a word for each layer)='layer layer layer': must be 'rms rms rms'",
+        ),
         ("TIE_EMBEDDINGS", 0, "TIE_EMBEDDINGS=False: must be True"),
         ("ARCH_MODE", "llama", "must be "),
+        ("ARCH_MODE", "D", "LAYER_PATTERN (NUM_LAYERS words)='g g g g g s1 "),
         ("INIT_FROM", tmp_path / "none", "must be a run, a checkpoint or an artifact"),
     ]:
         assert fault in place.refused(f"no {name}", **{**start, name: value})
     other = pack(network(0), BYTES, tmp_path)  # of another tokenizer
     error = place.refused("tokenizer", **{**start, "INIT_FROM": other})
     assert "is not the one of the data" in error and "data/prepare.py TEXTS --tokenizer " in error
+
+
+def test_whole_documents_want_positions_without_an_end(place):
+    """Before the first step, in a new network and in that of INIT_FROM."""
+    place.run("learned", POSITIONS="learned", **{**SHORT, "LAYER_PATTERN": "g a", "MODEL_DIM": 32})
+    for changes in (dict(POSITIONS="learned"), dict(SHAPE, INIT_FROM=place.of("learned"))):
+        assert "EVAL_STATEFUL=1" in place.refused("stateful", EVAL_STATEFUL=1, **changes)
 
 
 def test_large_networks_read_at_least_1024_tokens_at_a_time():
