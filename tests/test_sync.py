@@ -24,7 +24,8 @@ def repo(tmp_path):
     """A committed repository with two scripts at the top and one in data/, all sections equal."""
     for folder in ("tools", "data"):
         (tmp_path / folder).mkdir()
-    shutil.copy(SYNC, tmp_path / "tools" / "sync.py")
+    for path in (SYNC, SYNC.with_name("endings.py")):
+        shutil.copy(path, tmp_path / "tools")
     (tmp_path / "a.py").write_text(fenced(data="d = 1\n", model="m = 1\nm = 2\n"))
     (tmp_path / "b.py").write_text(fenced(model="m = 1\nm = 2\n"))
     (tmp_path / "data" / "c.py").write_text(fenced(data="d = 1\n", model="m = 1\nm = 2\n"))

@@ -40,6 +40,7 @@ from common import (
     saved_figures,
     setting_names,
 )
+from endings import run_tool
 
 OPTIONS = ROOT / "configs" / "options.json"
 ARMS = ROOT / "configs" / "arms.json"
@@ -449,4 +450,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

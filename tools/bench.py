@@ -45,6 +45,7 @@ from common import (
     saved_figures,
     short_run,
 )
+from endings import run_tool
 from torch.utils.flop_counter import FlopCounterMode
 
 # Libraries to compare with, as pip names them. transformers' delta rule became 1.2 to 1.7 times
@@ -822,4 +823,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

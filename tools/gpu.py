@@ -30,6 +30,7 @@ from common import (
     run_script,
     short_run,
 )
+from endings import run_tool
 
 # Settings of the measured shapes, and what makes a toy of each for a rehearsal on the CPU.
 SHAPES = {
@@ -476,4 +477,4 @@ def bench_gpu(args: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_part(*sys.argv[1:])
+    run_tool(run_part, *sys.argv[1:])

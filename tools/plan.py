@@ -19,6 +19,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from bench import flops_per_token
 from common import SCRIPT, load_script
+from endings import run_tool
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 TOKENS_PER_SECOND = 1_000_000  # the stated speed
@@ -154,4 +155,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main, sys.argv[1:])

@@ -41,6 +41,7 @@ from common import (
     replace_marked,
     student_tail,
 )
+from endings import run_tool
 from tokens import count_script
 
 RULE = b"\n" + b"=" * 120 + b"\n"  # below the source, in a log
@@ -1161,4 +1162,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -32,6 +32,7 @@ from types import ModuleType
 
 import numpy as np
 from common import ROOT, load_script
+from endings import run_tool
 
 AXES = {"seconds": "seconds of training", "tokens": "tokens", "step": "steps"}
 SAMPLE_COLUMNS = "prompt wanted step run completion ended reward".split() + [
@@ -918,4 +919,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from common import ROOT, load_script
+from endings import run_tool
 
 
 def resolve_settings(script: ModuleType, path: str):
@@ -109,4 +110,4 @@ def main(path: str, score: str = "", *artifacts: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_tool(main, *sys.argv[1:])

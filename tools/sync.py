@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from endings import run_tool
+
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "bounds",
@@ -236,4 +238,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_tool(main, sys.argv[1:])

@@ -17,6 +17,8 @@ import sys
 import textwrap
 import tokenize
 
+from endings import run_tool
+
 SKIPPED = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -105,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)
