@@ -375,6 +375,16 @@ def test_a_tampered_record_is_named(copy, tamper, fault):
     assert [line for line in faults if re.match(fault, line)], faults
 
 
+def test_a_script_that_hides_code_is_not_run(copy, monkeypatch):
+    run = []
+    monkeypatch.setattr(R, "resolve_settings", lambda *files: run.append(files) or {})
+    R.check_folder(copy, copy.parent)
+    assert len(run) == len(SEEDS)
+    hide_code(copy)
+    R.check_folder(copy, copy.parent)
+    assert len(run) == len(SEEDS)
+
+
 def test_a_forged_score_is_found_by_the_artifact(copy):
     """A log that is rewritten throughout has no other fault."""
     rescore(copy / "seed_2.txt", 0.99)
@@ -493,6 +503,8 @@ def test_a_new_record_against_an_old_one(place, copy, tmp_path):
     assert R.check_folder(folder, copy.parent, written=False) == []
     done = call(place, *words, copy, "--name", "Third")
     assert done.returncode == 2 and "_First: not significant (found p = 0.5 " in done.stderr
+    done = call(place, *words, old, "--name", "Third", "--baseline", again[0])
+    assert done.returncode == 2 and "_Old: runs of it (found 1, " in done.stderr
     assert not list(copy.parent.glob("*_Third")) and not list(copy.parent.glob(".new_*"))
 
 

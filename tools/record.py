@@ -759,11 +759,14 @@ def check_runs(folder: Path, track: Track, script: Path, logs: list[Log], faults
     rules = dict(track.rules)
     if folder.name < rules.get("script_tokens_since", ""):
         del rules["script_tokens"]  # the record is older than the rule
-    check_script(script.name, source, rules, faults)
+    script_faults = Faults()
+    check_script(script.name, source, rules, script_faults)
+    faults.lines += script_faults.lines
     compare(logs, faults)
     manifest = find_manifest(folder, logs[0], track, faults)
     for log in logs:
-        check_code(log, script.name, source, config, faults)
+        if not script_faults.lines:  # check_code runs the script
+            check_code(log, script.name, source, config, faults)
         check_artifact(log, folder / f"{Path(log.name).stem}.upar", faults)
         try:
             check_run(log, track.rules, faults)
@@ -952,6 +955,12 @@ def read_runs(args: argparse.Namespace) -> list[Log]:
     return sorted(logs, key=lambda log: log.facts["seed"])
 
 
+def refuse(faults: list[str]) -> None:
+    """Raise RecordError if a record that is being made has faults."""
+    if faults:
+        raise RecordError("nothing was written, it would fail: " + "\n  ".join(faults))
+
+
 def write_record(folder: Path, track: Track, logs: list[Log], args: argparse.Namespace) -> dict:
     """Write a record of runs into a new `folder`; return its result.json.
 
@@ -983,7 +992,9 @@ def write_record(folder: Path, track: Track, logs: list[Log], args: argparse.Nam
         (folder / log.name).write_bytes(log.data)
         baselines.append(log)
     names = [Path(old).resolve().name for old in args.against]
-    beaten = check_beaten(track, names, logs[0], baselines, Faults())
+    faults = Faults()
+    beaten = check_beaten(track, names, logs[0], baselines, faults)
+    refuse(faults.lines)  # a single run of a beaten record has no variance
     result = summarize(track, folder.name, logs, config, beaten)
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     again = (
@@ -995,9 +1006,7 @@ def write_record(folder: Path, track: Track, logs: list[Log], args: argparse.Nam
     command = f"## Again, in this folder\n\n```bash\n{again}\n```\n"
     page = "\n\n".join([f"# {args.name}", table, *sections, command])
     (folder / "README.md").write_text(page, encoding="utf-8")
-    faults = check_folder(folder, track.folder, written=False)
-    if faults:
-        raise RecordError("nothing was written, it would fail: " + "\n  ".join(faults))
+    refuse(check_folder(folder, track.folder, written=False))
     return result
 
 
