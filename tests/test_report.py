@@ -1,5 +1,6 @@
 """tools/report.py: what it reads from logs, of real runs and by hand; the page."""
 
+import glob
 import html
 import json
 import math
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import quantize as Q
-from conftest import POST, TINY, Place, load_tool, own_settings, read_json, write_json
+from conftest import POST, ROOT, TINY, Place, load_tool, own_settings, read_json, write_json
 
 pytest.importorskip("matplotlib", reason="tools/report.py draws with matplotlib")
 report = load_tool("report")
@@ -206,6 +207,8 @@ def test_the_page_of_two_runs(runs, monkeypatch, tmp_path, capsys):
 def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):
     assert "no such run" in call_main(monkeypatch, tmp_path / "nowhere")
     assert "cannot be written" in call_main(monkeypatch, by_hand, "--out", tmp_path / "no" / "page")
+    write_json(tmp_path / "result.json", {"seeds": [{"seed": 3}]})  # a record without its log
+    assert "seed_3.txt: no such file" in call_main(monkeypatch, tmp_path)
     log = by_hand / "log.txt"
     for text, said in (
         ("step:1/10 train_loss:5 train_time:100ms step_avg:100ms\n", "no log of these scripts"),
@@ -215,6 +218,12 @@ def test_errors_are_one_line(by_hand, monkeypatch, tmp_path):
         assert said in call_main(monkeypatch, by_hand)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were missing
     assert call_main(monkeypatch, by_hand).endswith("pip install matplotlib")
+
+
+def test_the_example_of_records_names_records_alone():
+    pattern = re.search(r"report.py (records/\S+)", report.__doc__)[1]
+    names = glob.glob(pattern, root_dir=ROOT)
+    assert len(names) >= 8 and all((ROOT / name / "result.json").is_file() for name in names)
 
 
 # ------------------------------------------------------------------------------------------ samples

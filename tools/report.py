@@ -2,7 +2,7 @@
 
     python tools/report.py runs/RUN_ID                       # writes runs/RUN_ID/report.html
     python tools/report.py runs/a runs/b --out both.html     # together: curves in one plot, settings that differ
-    python tools/report.py records/track_cpu_3min/* --out records.html
+    python tools/report.py records/track_cpu_3min/*/ --out records.html
 
 A RUN is a run's folder, its name in runs/, or the folder of a record, which has a run for each seed.
 Runs may have ended, be in progress or have been interrupted. Without --out the page is written into
@@ -354,6 +354,8 @@ def find_runs(name: str) -> list[Run]:
     runs = []
     for seed in result.get("seeds", []):
         path = folder / f"seed_{seed['seed']}.txt"
+        if not path.is_file():
+            raise SystemExit(f"error: {path}: no such file; must be a log that result.json names")
         runs.append(read_run(path, path.with_suffix(".upar"), {**result, **seed}))
     if not runs:
         raise SystemExit(
