@@ -200,23 +200,29 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("task", choices=[*TASKS])
     parser.add_argument("--problems", type=int, default=20_000, help="rows of the problem file")
-    parser.add_argument("--pairs", type=int, default=5_000, help="rows of the pair file; 0: none")
+    parser.add_argument(
+        "--pairs", type=int, help="rows of the pair file; 0: none (--problems, at most 5,000)"
+    )
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--out", default="data", help="folder of the files")
     args = parser.parse_args(arguments)
-    if not 10 <= args.problems <= 200_000 or not 0 <= args.pairs <= args.problems:
+    count = min(5_000, args.problems) if args.pairs is None else args.pairs
+    if not 10 <= args.problems <= 200_000 or not 0 <= count <= args.problems:
         parser.error("--problems must be 10 to 200,000, and --pairs at most as many")
 
     problems = make_problems(args.task, args.problems, args.seed)
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in problems]
-    write_lines(Path(args.out, f"{args.task}.jsonl"), rows)
-    if args.pairs:
-        rng = random.Random(f"{args.task} slips {args.seed}")
-        rows = [
-            {"prompt": prompt, "chosen": answer, "rejected": slip(args.task, answer, rng)}
-            for prompt, answer in problems[: args.pairs]
-        ]
-        write_lines(Path(args.out, f"{args.task}_pairs.jsonl"), rows)
+    rng = random.Random(f"{args.task} slips {args.seed}")
+    pairs = [
+        {"prompt": prompt, "chosen": answer, "rejected": slip(args.task, answer, rng)}
+        for prompt, answer in problems[:count]
+    ]
+    try:
+        write_lines(Path(args.out, f"{args.task}.jsonl"), rows)
+        if pairs:
+            write_lines(Path(args.out, f"{args.task}_pairs.jsonl"), pairs)
+    except OSError as error:
+        parser.exit(2, f"error: --out {args.out}: cannot be written ({error})\n")
 
 
 if __name__ == "__main__":

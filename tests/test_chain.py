@@ -105,7 +105,7 @@ def test_every_link_learns(tmp_path):
     ppo = chain.train("ppo", "train_ppo.py", 100, EVAL_PROMPTS=256, **start)
     assert ppo["gain"]["pass1"][1] > 0
     # A hundred rows: with 20,000 the labels say what the teacher says (docs/distillation.md).
-    chain.call("data/tasks.py", *"sort --problems 100 --pairs 0 --seed 2 --out few".split())
+    chain.call("data/tasks.py", *"sort --problems 100 --seed 2 --out few".split())
     files = dict(TRAIN_FILES="few/sort.jsonl", VAL_FILES="data/sort.jsonl")
     teacher = dict(TEACHER=chain.of("ppo"), KD_ALPHA=1, KD_TEMPERATURE=4)
     losses = []

@@ -178,6 +178,15 @@ def test_arguments_that_do_not_fit_are_refused(given, capsys):
     assert "error: " in capsys.readouterr().err
 
 
+def test_few_problems_have_a_pair_each(tmp_path, capsys):
+    words = ["add", "--problems", "20", "--out"]
+    D.main([*words, str(tmp_path)])
+    assert len((tmp_path / "add_pairs.jsonl").read_text().splitlines()) == 20
+    with pytest.raises(SystemExit, match="2"):
+        D.main([*words, str(tmp_path / "add.jsonl")])
+    assert re.fullmatch("error: --out .*add.jsonl: .*\n", capsys.readouterr().err)
+
+
 # ---------------------------------------------------------------------------------- files and split
 def split(train, held_out="", reports=None, **changes):
     settings = G.Settings(train_files=str(train), val_files=str(held_out), **changes)
