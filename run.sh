@@ -86,22 +86,30 @@ setting() {
   fi
 }
 
+# Prints the tokens of a step: the setting, or the default of train_gpt.py.
+step_tokens() {
+  local batch
+  batch="$(setting TRAIN_BATCH_TOKENS)"
+  printf '%s' "${batch:-524288}"
+}
+
 # Prints how many shards of 100 million tokens the run is planned to read on $1 GPUs: by ITERATIONS, or else by the
 # clock at 2 million tokens/s a GPU: configs/transformer_baseline.env reached 1.88 million on an H200.
 planned_shards() {
-  local steps batch seconds tokens
-  steps="$(setting ITERATIONS)" batch="$(setting TRAIN_BATCH_TOKENS)" seconds="$(setting MAX_WALLCLOCK_SECONDS)"
+  local steps seconds tokens
+  steps="$(setting ITERATIONS)" seconds="$(setting MAX_WALLCLOCK_SECONDS)"
   seconds="${seconds:-600}"
   tokens=$((${seconds%.*} * $1 * 2000000))
-  [ "${steps:-0}" = 0 ] || tokens=$((steps * ${batch:-524288}))
+  [ "${steps:-0}" = 0 ] || tokens=$((steps * $(step_tokens)))
   printf '%s' $(((tokens + 99999999) / 100000000))
 }
 
 # Prints how many of $1 GPUs can share the windows of a step evenly.
 planned_ranks() {
-  local ranks="$1" batch length
-  batch="$(setting TRAIN_BATCH_TOKENS)" length="$(setting TRAIN_SEQ_LEN)"
-  while [ "$ranks" -gt 1 ] && [ $((${batch:-524288} / ${length:-2048} % ranks)) != 0 ]; do ranks=$((ranks - 1)); done
+  local ranks="$1" length windows
+  length="$(setting TRAIN_SEQ_LEN)"
+  windows=$(($(step_tokens) / ${length:-2048}))
+  while [ "$ranks" -gt 1 ] && [ $((windows % ranks)) != 0 ]; do ranks=$((ranks - 1)); done
   printf '%s' "$ranks"
 }
 
@@ -176,9 +184,11 @@ train() {
   [ -n "${DATA_PATH-}" ] || data="$DATA"
   if [ -z "$data" ] && [ -z "$path" ]; then
     data="$([ "$gpus" = 0 ] && echo embedded || echo fineweb)"
-  elif [ -z "$data" ] && [ ! -f "$path/manifest.json" ]; then
+  elif [ -z "$data" ] && { [ -n "$SHARDS" ] || [ ! -f "$path/manifest.json" ]; }; then
     case "$path" in *fineweb10B_*) data=fineweb ;; esac
   fi
+  [ -z "$SHARDS" ] || [ "$data" = fineweb ] ||
+    fail "SHARDS=$SHARDS is only for DATA=fineweb, and the data of this run are ${data:-$path}"
   if [ -z "$data" ] && [ -f "$path/manifest.json" ] && [ ! -f "$path/token_bytes.bin" ]; then
     $RUN data/prepare.py --token-bytes "$path" || exit $?  # an older version did not write it
   fi

@@ -145,6 +145,7 @@ def test_run_sh_picks_by_gpus_unless_config_is_given(gpus):
 
 
 SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
+STEP_TOKENS = r"^step_tokens\(\) \{.*?^\}\n"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,10 @@ def with_config(code, case, folder=ROOT):
 
 
 def test_run_sh_takes_as_many_gpus_as_share_a_step_evenly():
-    code = run_sh(SETTING, r"^planned_ranks\(\) \{.*?^\}\n") + "planned_ranks $gpus"
+    code = run_sh(SETTING, STEP_TOKENS)
+    tokens = bash(f"{code}step_tokens", CONFIG_LINES="")
+    assert tokens == str(T.Settings.train_batch_tokens)
+    code += run_sh(r"^planned_ranks\(\) \{.*?^\}\n") + "planned_ranks $gpus"
     for config, ranks in {"golf_1gpu": "1224", "golf_8gpu": "12344668"}.items():
         for gpus, taken in enumerate(ranks, 1):
             assert with_config(code, f"{config} {gpus}") == taken
@@ -194,15 +198,17 @@ def test_run_sh_downloads_as_many_tokens_as_the_run_reads():
         "gdn_hybrid 8": "18",  # 2,200 steps of 786,432 tokens
         "gdn_hybrid 8 ITERATIONS=100": "1",
     }.items():
-        assert with_config(run_sh(SETTING, PLANNED) + "planned_shards $gpus", case) == shards
+        code = run_sh(SETTING, STEP_TOKENS, PLANNED)
+        assert with_config(code + "planned_shards $gpus", case) == shards
 
 
 def test_run_sh_finds_out_which_data_to_make(tmp_path):
     shards = tmp_path / "data/datasets/fineweb10B_sp1024"
     shards.mkdir(parents=True)
     (shards / "manifest.json").touch()
-    code = run_sh(SETTING, r'^  path="\$\(setting DATA_PATH\)"\n  \[.*?^  fi\n')
-    code = f'DATA="${{DATA-}}" data=""\n{code}echo "$data"'
+    code = run_sh(SETTING, r'^  path="\$\(setting DATA_PATH\)"\n  \[.*?^    fail [^\n]*\n')
+    code = f'fail() {{ echo refused; exit; }}\n{code}echo "$data"'
+    code = f'DATA="${{DATA-}}" SHARDS="${{SHARDS-}}" data=""\n{code}'
     for case, made in {
         "cpu 0": "embedded",
         "golf_8gpu 8": "fineweb",  # the config's folder is not there
@@ -210,6 +216,11 @@ def test_run_sh_finds_out_which_data_to_make(tmp_path):
         "golf_8gpu 8 DATA=embedded": "embedded",
         "golf_8gpu 8 DATA_PATH=data/mine DATA=embedded": "",
         "grpo 1": "fineweb",  # it names no folder
+        "golf_1gpu 1 SHARDS=2": "fineweb",  # there may be fewer
+        "cpu 0 SHARDS=2": "refused",
+        "cpu 0 SHARDS=2 DATA=fineweb": "fineweb",
+        "golf_8gpu 8 SHARDS=2 DATA=embedded": "refused",
+        "golf_8gpu 8 SHARDS=2 DATA_PATH=data/mine": "refused",
     }.items():
         assert with_config(code, case, tmp_path) == f"{made}\n", case
 
