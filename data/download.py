@@ -608,14 +608,21 @@ def byte_table(tokenizer):
     return np.stack([sizes, sizes - tokenizer.drops_space])
 
 
+def replace_file(path, content):
+    """Write a file beside and rename it, so that it is whole or as it was."""
+    part = path.with_name(f"{path.name}.new")  # download.py continues a file NAME.part
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
 def save_tokenizer(tokenizer, folder):
     """Write a tokenizer's file (`bytes` needs none) and the bytes of its tokens into `folder`.
 
     Return the manifest's part on it.
     """
     if tokenizer.file != "bytes":
-        (folder / tokenizer.file).write_bytes(tokenizer.content)
-    byte_table(tokenizer).astype("<u4").tofile(folder / TOKEN_BYTES)
+        replace_file(folder / tokenizer.file, tokenizer.content)
+    replace_file(folder / TOKEN_BYTES, byte_table(tokenizer).astype("<u4").tobytes())
     return {
         "file": tokenizer.file,
         "sha256": tokenizer.sha256,
@@ -626,10 +633,9 @@ def save_tokenizer(tokenizer, folder):
 
 
 def write_manifest(folder, manifest):
-    """Write manifest.json beside and rename it, so that it is whole or not there."""
-    part = folder / "manifest.part"
-    part.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, folder / "manifest.json")
+    """Write manifest.json."""
+    text = json.dumps(manifest, indent=1) + "\n"
+    replace_file(folder / "manifest.json", text.encode())
 
 
 def print_summary(folder, manifest):
@@ -760,6 +766,7 @@ VARIANTS = {
     "sp8192": f"{HUB}/kevclark/parameter-golf/resolve/main/datasets",
     "gpt2": f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main",
 }
+TRAIN_SHARDS = 10  # that are downloaded by default
 GPT2_SHARDS = 103  # for training, numbered from 1; shard 0 is validation
 SHARD_BYTES = 200_001_024  # of 100 million tokens
 TRIES = 5  # without a new byte; a machine without a network is told so after 8 seconds
@@ -895,10 +902,31 @@ def list_files(base_url, variant, train_shards):
     return files | {f"fineweb_{n}.bin": f"{folder}/fineweb_{n}.bin" for n in numbers}
 
 
+def check_variant(variant, files, out):
+    """Raise UserError if `out` has the tokenizer of another variant: shards have the same names.
+
+    files: those of `variant`, file name -> address.
+    """
+    model = out / "tokenizer.model"
+    is_other = (out / "gpt2.tiktoken").exists()
+    if variant == "gpt2":
+        is_other = model.exists()
+    elif model.exists():
+        with tempfile.TemporaryDirectory() as temporary:
+            published = Path(temporary) / model.name
+            fetch(files[model.name], published)
+            is_other = published.read_bytes() != model.read_bytes()
+    if is_other:
+        raise UserError(
+            f"--variant {variant}: {out} has files of another tokenizer; choose another --out"
+        )
+
+
 def download(base_url, variant, train_shards, out):
     """Fetch the files of a variant that `out` does not have."""
     files = list_files(base_url, variant, train_shards)
     out.mkdir(parents=True, exist_ok=True)
+    check_variant(variant, files, out)
     wanted = {name: url for name, url in files.items() if find_fault(out / name, None)}
     size = len(wanted) * SHARD_BYTES
     print(f"{len(files)} files into {out}; {len(wanted)} to fetch, {size / 1e9:.1f} GB", flush=True)
@@ -984,7 +1012,7 @@ def run(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     option = parser.add_argument
     option("--variant", default="sp1024", help=f"one of {', '.join(VARIANTS)}")
-    option("--train-shards", type=int, default=10, help="of 100 million tokens (10)")
+    option("--train-shards", type=int, help=f"of 100 million tokens ({TRAIN_SHARDS})")
     option("--out", type=Path, help="folder (data/datasets/fineweb10B_VARIANT beside this script)")
     option("--base-url", help="where the variant's manifest.json is, or gpt2's shards (the hub)")
     option("--manifest", type=Path, metavar="DIR", help="only describe the shards in DIR")
@@ -993,10 +1021,18 @@ def run(arguments=None):
     is_gpt2 = args.variant == "gpt2"
     if args.variant not in VARIANTS:
         raise UserError(f"--variant {args.variant}: expected one of {', '.join(VARIANTS)}")
-    if args.train_shards < 1:
-        raise UserError(f"--train-shards {args.train_shards}: expected 1 or more")
     if bool(args.manifest) != bool(args.tokenizer) and not is_gpt2:
         raise UserError("--manifest DIR and --tokenizer PATH go together")
+    shards = TRAIN_SHARDS if args.train_shards is None else args.train_shards
+    if shards < 1:
+        raise UserError(f"--train-shards {shards}: expected 1 or more")
+    for name in ("train_shards", "out", "base_url"):
+        value = getattr(args, name)
+        if args.manifest and value is not None:
+            option_name = name.replace("_", "-")
+            raise UserError(
+                f"--{option_name} {value}: expected no --manifest beside it, which downloads nothing"
+            )
     folder = Path(__file__).resolve().parent / "datasets" / f"fineweb10B_{args.variant}"
     out = args.manifest or args.out or Path(os.path.relpath(folder))
     beside = "gpt2" if is_gpt2 else out / "tokenizer.model"
@@ -1006,7 +1042,7 @@ def run(arguments=None):
             if is_gpt2:
                 open_tokenizer(tokenizer)  # its ranks are on another server: fail before gigabytes
             base_url = args.base_url or VARIANTS[args.variant]
-            download(base_url.rstrip("/"), args.variant, args.train_shards, out)
+            download(base_url.rstrip("/"), args.variant, shards, out)
         describe(out, tokenizer)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error})") from error

@@ -43,6 +43,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import struct
 import sys
 import sysconfig
@@ -51,6 +52,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -615,14 +617,21 @@ def byte_table(tokenizer):
     return np.stack([sizes, sizes - tokenizer.drops_space])
 
 
+def replace_file(path, content):
+    """Write a file beside and rename it, so that it is whole or as it was."""
+    part = path.with_name(f"{path.name}.new")  # download.py continues a file NAME.part
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
 def save_tokenizer(tokenizer, folder):
     """Write a tokenizer's file (`bytes` needs none) and the bytes of its tokens into `folder`.
 
     Return the manifest's part on it.
     """
     if tokenizer.file != "bytes":
-        (folder / tokenizer.file).write_bytes(tokenizer.content)
-    byte_table(tokenizer).astype("<u4").tofile(folder / TOKEN_BYTES)
+        replace_file(folder / tokenizer.file, tokenizer.content)
+    replace_file(folder / TOKEN_BYTES, byte_table(tokenizer).astype("<u4").tobytes())
     return {
         "file": tokenizer.file,
         "sha256": tokenizer.sha256,
@@ -633,10 +642,9 @@ def save_tokenizer(tokenizer, folder):
 
 
 def write_manifest(folder, manifest):
-    """Write manifest.json beside and rename it, so that it is whole or not there."""
-    part = folder / "manifest.part"
-    part.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, folder / "manifest.json")
+    """Write manifest.json."""
+    text = json.dumps(manifest, indent=1) + "\n"
+    replace_file(folder / "manifest.json", text.encode())
 
 
 def print_summary(folder, manifest):
@@ -772,6 +780,8 @@ UNPACKED_RATIO = 200
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 STDLIB_TESTS = {"test", "tests", "idle_test"}
 EMBEDDED_BYTES = 8_000_000  # of the standard library; its tests are taken only up to here
+VOCAB_SIZE = 1024  # pieces of a tokenizer trained here
+VAL_FRAC = 0.05  # share of the text that a split makes validation
 VAL_BYTES = 20_000_000  # most validation text that a split makes
 EMBEDDED_VAL_BYTES = 500_000  # the same for the standard library
 BUCKETS = 64  # files of documents in process; a worker holds one of them in memory
@@ -919,9 +929,11 @@ def read_text(path):
 
 
 def text_fault(path):
-    """Return why a text file cannot be read, or "". Files of many documents are not read here."""
+    """Return why a text file cannot be read, or "". Files of many documents are only opened here."""
     try:
-        if not has_lines(path) and not read_text(path).strip():
+        if has_lines(path):
+            open(path, "rb").close()
+        elif not read_text(path).strip():
             return "empty"
     except UnicodeDecodeError:
         return NOT_UTF8
@@ -1231,12 +1243,21 @@ def match_bucket(work, bucket):
 
 
 def run_jobs(workers, work, jobs):
-    """Yield work(job) for each job, in order, from that many processes."""
+    """Yield work(job) for each job, in order, from that many processes.
+
+    Raises UserError if one of them is killed. Ctrl-C ends them without a word.
+    """
     if workers == 1:
         yield from map(work, jobs)
         return
-    with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(work, jobs)
+    quietly = (signal.SIGINT, signal.SIG_DFL)
+    try:
+        with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=quietly) as pool:
+            yield from pool.map(work, jobs)
+    except BrokenProcessPool:
+        raise UserError(
+            f"--workers {workers}: a process was killed, probably for its memory; fewer take less"
+        ) from None
 
 
 def take_validation(request, work):
@@ -1507,8 +1528,11 @@ def add_token_bytes(folder):
     """
     manifest = load_manifest(folder)
     tokenizer = tokenizer_of(folder, manifest)
-    manifest["tokenizer"] = save_tokenizer(tokenizer, folder)
-    write_manifest(folder, manifest)
+    try:
+        manifest["tokenizer"] = save_tokenizer(tokenizer, folder)
+        write_manifest(folder, manifest)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error})") from error
     print(f"{folder}: {TOKEN_BYTES} is written")
     return manifest
 
@@ -1551,28 +1575,36 @@ def parse_arguments(arguments):
     """Return the parsed command line. Raises UserError for a value out of range."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     option = parser.add_argument
-    option("sources", nargs="*", metavar="SOURCE", help="files, folders; none: standard library")
+    names = "files, folders; none: standard library"
+    option("sources", nargs="*", default=[], metavar="SOURCE", help=names)
     option("--val", nargs="+", default=[], metavar="SOURCE", help="validation text; no split then")
     option("--only", nargs="+", default=[], metavar="ENDING", help="of folders, e.g. .txt alone")
     option(
         "--token-bytes", type=Path, metavar="DIR", help=f"only write {TOKEN_BYTES} of old shards"
     )
     option("--out", type=Path, help="folder to write (data/NAME beside this script)")
-    option("--vocab-size", type=int, default=1024, help="pieces of a tokenizer trained here (1024)")
+    option("--vocab-size", type=int, help=f"pieces of a tokenizer trained here ({VOCAB_SIZE})")
     option("--tokenizer", default="", help=".model file, tiktoken name or file, or `bytes`")
-    option("--val-frac", type=float, default=0.05, help="share of text for validation (0.05)")
+    option("--val-frac", type=float, help=f"share of text for validation ({VAL_FRAC})")
     option("--val-max-bytes", type=int, help=f"most validation bytes, 0: no limit ({VAL_BYTES:,})")
     option("--field", default="text", help="of a .jsonl row, which holds the document (text)")
     option("--seed", type=int, default=0, help="of the document order (0)")
     option("--name", help="first part of the shards' names (text; embedded without SOURCE)")
     option("--workers", type=int, help="processes (all cores)")
     args = parser.parse_args(arguments)
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    alone = f"nothing beside it, found {', '.join(given).replace('_', '-')}"
+    share = args.val_frac
+    size = args.vocab_size
     limit = args.val_max_bytes
     name_is_right = re.fullmatch(r"[A-Za-z0-9.-]+", args.name or "-")
+    share_is_right = share is None or (0 < share < 1 and not args.val)
+    size_is_right = size is None or (size > 0 and not args.tokenizer)
     limit_is_right = limit is None or (limit >= 0 and not args.val)
     for name, value, is_right, expected in (
-        ("--val-frac", args.val_frac, 0 < args.val_frac < 1, "a number between 0 and 1"),
-        ("--vocab-size", args.vocab_size, args.vocab_size > 0, "1 or more"),
+        ("--token-bytes", args.token_bytes, not args.token_bytes or len(given) == 1, alone),
+        ("--val-frac", share, share_is_right, "a number between 0 and 1, and no --val beside it"),
+        ("--vocab-size", size, size_is_right, "1 or more, and no --tokenizer beside it"),
         ("--workers", args.workers, args.workers is None or args.workers > 0, "1 or more"),
         ("--val-max-bytes", limit, limit_is_right, "0 or more, and no --val beside it"),
         ("--name", args.name, name_is_right, "letters, digits, . and -"),
@@ -1601,6 +1633,8 @@ def run(arguments=None):
     val_sources, val_passed_over = find_sources(args.val, args.only)
     print_passed_over(passed_over)
     print_passed_over(val_passed_over)
+    if args.only and not any(map(os.path.isdir, [*args.sources, *args.val])):
+        raise UserError(f"--only {' '.join(args.only)}: expected a folder among the sources")
     if args.field != "text" and not any(map(has_lines, [*sources, *val_sources])):
         raise UserError(
             f"--field {args.field}: expected a source of .jsonl, whose rows have fields"
@@ -1612,8 +1646,8 @@ def run(arguments=None):
         val_sources=val_sources,
         name=name,
         tokenizer=args.tokenizer,
-        vocab_size=args.vocab_size,
-        val_frac=args.val_frac,
+        vocab_size=args.vocab_size or VOCAB_SIZE,
+        val_frac=args.val_frac or VAL_FRAC,
         val_max_bytes=limit,
         seed=args.seed,
         field=args.field,

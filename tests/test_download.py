@@ -261,8 +261,23 @@ def test_decoded_bytes_across_pieces_and_shards(tmp_path, monkeypatch):
     assert (tmp_path / "tokenizer.model").read_bytes() == model.read_bytes()
 
 
+def test_a_folder_of_another_variant_is_refused(server, tmp_path):
+    """The names of its shards are the same. Only gpt2 has no SentencePiece model."""
+    out = tmp_path / "out"
+    fetch_all(server, out)
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    server.files["/tokenizers/fineweb_1024_bpe.model"] += b" "
+    refuses("^--variant sp1024: .*out has", fetch_all, server, out)
+    refuses("^--variant gpt2: .*out has", download.download, server.url, "gpt2", 1, out)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    (tmp_path / "gpt2.tiktoken").touch()
+    refuses("^--variant sp1024: ", fetch_all, server, tmp_path)
+
+
 REQUESTS = {
     "--manifest .": "--manifest .*--tokenizer",
+    "--manifest . --tokenizer bytes": "--out .*out: .*--manifest",
+    "--manifest . --tokenizer bytes --train-shards 3": "--train-shards 3: .*--manifest",
     "--tokenizer bytes": "--manifest .*--tokenizer",
     "--variant sp999": "--variant sp999",
     "--train-shards 0": "--train-shards 0",

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from faults import limit
 from test_data import HARD_TEXTS, NO_SPACE, fake_encoding, tokenized, train_model
 
 from conftest import ROOT, load_script, read_json, refusal, write_json
@@ -275,16 +277,27 @@ def test_finished_and_foreign_folders(tmp_path, capsys):
     run(*request)
     assert "nothing to do" in capsys.readouterr().out
     # As an older version left it: the same command and the option both write what is missing.
-    for again in (request, ("--token-bytes", out)):
+    for again in ((*request, "--workers", 1), ("--token-bytes", out)):
         manifest = json.loads(expected["manifest.json"])
         del manifest["tokenizer"]["token_bytes_sha256"]
         write_json(out / "manifest.json", manifest)
         (out / "token_bytes.bin").unlink()
-        prepare.run([*map(str, again), "--workers", "1"])
+        prepare.run([*map(str, again)])
         assert shard_bytes(out) == expected
     refuses("holds data of another request", *request, "--seed", 1)
     write_jsonl(source, [words(1)])
     refuses("holds data of another request", *request)
+
+
+def test_a_full_disk_leaves_the_tokenizer_whole(tmp_path):
+    out, _ = prepared(tmp_path, [*map(words, range(40))], "--vocab-size", 400, "--val-frac", 0.3)
+    whole = (out / "tokenizer.model").read_bytes()
+    limit(1000)
+    try:
+        refusal(prepare.UserError, "out: cannot be", prepare.run, ["--token-bytes", str(out)])
+    finally:
+        limit(-1)
+    assert (out / "tokenizer.model").read_bytes() == whole
 
 
 GOOD = (json.dumps({"text": words(0)}) + "\n").encode()
@@ -361,16 +374,16 @@ def test_links_are_followed_and_what_cannot_be_read_is_named(tmp_path, capsys, m
     (folder / "linked.txt").symlink_to(tmp_path / "elsewhere" / "c.txt")
     (folder / "loop").symlink_to(folder)
     (folder / "none.txt").symlink_to(tmp_path / "none")
-    (folder / "shut.txt").write_text("x")
+    for name in ("shut.txt", "shut.jsonl"):
+        (folder / name).write_text("x")
     os.mkfifo(folder / "pipe.txt")
-    read_text = prepare.read_text
 
-    def refuse(path):  # a test as root could read it
-        if path.name == "shut.txt":
+    def refuse(path, *words):  # a test as root could read it
+        if "shut" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
-        return read_text(path)
+        return open(path, *words)
 
-    monkeypatch.setattr(prepare, "read_text", refuse)
+    monkeypatch.setattr(prepare, "open", refuse, raising=False)
     val = write_jsonl(tmp_path / "v.jsonl", [words(9)])
     manifest = run(folder, "--val", val, "--out", tmp_path / "out", *BYTES)
     names = ["in/a.txt", "in/linked.txt", "in/linked/c.txt", "in/x.txt/deep/b.txt", "v.jsonl"]
@@ -379,7 +392,7 @@ def test_links_are_followed_and_what_cannot_be_read_is_named(tmp_path, capsys, m
         "broken links: 1 (in/none.txt)",
         "links to a folder that is searched already: 1 (in/loop)",
         "no regular files: 1 (in/pipe.txt)",
-        "not readable: 1 (in/shut.txt)",
+        "not readable: 2 (in/shut.jsonl, in/shut.txt)",
     ]
     assert sorted(documents(tmp_path / "out", "train")) == encoded(map(words, range(3)))
 
@@ -421,6 +434,10 @@ OPTIONS = {
     "--val-max-bytes -1": "--val-max-bytes -1",
     "--name a_b": "--name a_b",
     "--vocab-size 0": "--vocab-size 0",
+    "--vocab-size 400 --tokenizer bytes": "--vocab-size 400: .*--tokenizer",
+    "--val a.jsonl --val-frac 0.1": "--val-frac 0.1: .*--val ",
+    "--only .md --tokenizer bytes": "--only .md: expected a folder",
+    "--token-bytes old --seed 3": "--token-bytes old: .* out, seed, workers$",
     "--val a.jsonl --val-max-bytes 5": "--val-max-bytes 5: .*--val",
     "--tokenizer no.model": "tokenizer .*no.model",
     "--val-frac 1e-9 --name x": "no validation document among 3 documents",
@@ -454,6 +471,47 @@ def test_ctrl_c_is_one_line_and_leaves_no_folder(tmp_path, monkeypatch, capsys):
         prepare.main()
     assert ended.value.code == 130 and not (tmp_path / "out").exists()
     assert capsys.readouterr().err == "stopped by SIGINT; the same command does the rest\n"
+
+
+# The first of many jobs waits, or its process dies.
+WORKERS = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import prepare
+
+def work(folder, bucket):
+    if bucket == prepare.BUCKETS - 1:
+        print("the last job")
+    if bucket == 0:
+        {act}
+
+prepare.match_bucket = work
+if __name__ == "__main__":
+    prepare.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "line"),
+    [
+        ("time.sleep(99)", 130, "stopped by SIGINT"),
+        ("os.kill(os.getpid(), 9)", 2, "error: --workers 3"),
+    ],
+)
+def test_workers_end_without_a_traceback(tmp_path, act, code, line):
+    """After Ctrl-C, which reaches all processes, and where one of them is killed."""
+    script = tmp_path / "script.py"
+    script.write_text(WORKERS.format(folder=str(SCRIPT.parent), act=act))
+    source = write_jsonl(tmp_path / "a.jsonl", [words(i) for i in range(40)])
+    command = [sys.executable, script, source, "--out", tmp_path / "out", *BYTES, "--workers", "3"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with subprocess.Popen([*command, "--val-frac", "0.3"], **pipes) as process:
+        if code == 130:
+            assert "the last job\n" in process.stdout
+            os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=90)
+    assert process.returncode == code
+    assert error.startswith(line) and error.count("\n") == 1, error
 
 
 def test_standard_library_is_chosen_by_size(tmp_path, monkeypatch):
