@@ -1245,14 +1245,15 @@ def match_bucket(work, bucket):
 def run_jobs(workers, work, jobs):
     """Yield work(job) for each job, in order, from that many processes.
 
-    Raises UserError if one of them is killed. Ctrl-C ends them without a word.
+    Raises UserError if one of them is killed. After Ctrl-C they end the jobs that have begun: if one
+    ended in the middle of an answer, the pool would wait for the rest forever.
     """
     if workers == 1:
         yield from map(work, jobs)
         return
-    quietly = (signal.SIGINT, signal.SIG_DFL)
+    ignored = (signal.SIGINT, signal.SIG_IGN)
     try:
-        with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=quietly) as pool:
+        with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=ignored) as pool:
             yield from pool.map(work, jobs)
     except BrokenProcessPool:
         raise UserError(
@@ -1353,9 +1354,11 @@ def sample_lines(paths):
 def train_tokenizer(work, vocab_size):
     """Return the path of a lossless SentencePiece BPE model, trained on the training text."""
     model = io.BytesIO()
+    # A list, because SentencePiece takes Ctrl-C inside a generator for a fault of the text.
+    lines = list(sample_lines(sorted(work.glob("kept/train_*"))))
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sample_lines(sorted(work.glob("kept/train_*"))),
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,

@@ -494,7 +494,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("act", "code", "line"),
     [
-        ("time.sleep(99)", 130, "stopped by SIGINT"),
+        ("time.sleep(3)", 130, "stopped by SIGINT"),
         ("os.kill(os.getpid(), 9)", 2, "error: --workers 3"),
     ],
 )
