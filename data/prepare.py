@@ -1251,10 +1251,14 @@ def run_jobs(workers, work, jobs):
     if workers == 1:
         yield from map(work, jobs)
         return
-    ignored = (signal.SIGINT, signal.SIG_IGN)
     try:
-        with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=ignored) as pool:
-            yield from pool.map(work, jobs)
+        with ProcessPoolExecutor(workers) as pool:
+            # The processes start in `map`. They ignore Ctrl-C for good, and this one meanwhile: it
+            # would leave a process behind that it has not yet noted.
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            results = pool.map(work, jobs)
+            signal.signal(signal.SIGINT, handler)
+            yield from results
     except BrokenProcessPool:
         raise UserError(
             f"--workers {workers}: a process was killed, probably for its memory; fewer take less"
