@@ -1940,12 +1940,12 @@ def require_codes(coded, tensors):
 def trained_names(tensors, settings):
     """Return the names of the tensors that a run trained, in its order.
 
-    With adapters they are trained alone, and beside them the value head of a reward model.
+    With adapters they are trained alone, and beside them the value head of a reward model or of PPO.
     """
     if not any(".lora_" in name for name in tensors):
         return list(tensors)
-    is_reward = settings.get("objective") == "reward"
-    return [name for name in tensors if ".lora_" in name or (is_reward and name == "w_value")]
+    has_head = settings.get("objective") == "reward" or "gae_lambda" in settings
+    return [name for name in tensors if ".lora_" in name or (has_head and name == "w_value")]
 
 
 def read_checkpoint(folder, average):
@@ -3344,7 +3344,7 @@ def export(args):
     check_average(args.weights, source)
     network = rebuild(source)
     if "w_value" in source.tensors:
-        print(f"{source.path}: the value head of the reward model, w_value, is not written")
+        print(f"{source.path}: the value head, w_value, is not written")
     if is_gguf:
         write_gguf(args, source, network)
         return

@@ -1808,16 +1808,6 @@ def leading_turns(row, turns):
     return turns
 
 
-def refuse_unlearned(row):
-    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
-    if is_unlearned(row):
-        raise RowError("weight 0, or train or loss false")
-    if "completion" in row and is_false(row.get("label")):  # of KTO
-        raise RowError("label false: an answer that is not to be learned")
-    if "completions" in row and "labels" in row:
-        raise RowError("completions with labels (process supervision), which no script reads")
-
-
 def history_turns(row, notes):
     """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
     history = row.get("history") or []
@@ -2023,10 +2013,22 @@ def completion(tokenizer, prompt, ids):
 
 # === end: text ===
 # === shared: chat ===
+def refuse_unlearned(row):
+    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
+    if is_unlearned(row):
+        raise RowError("weight 0, or train or loss false")
+    if "completion" in row and is_false(row.get("label")):  # of KTO
+        raise RowError("label false: an answer that is not to be learned")
+    if "completions" in row and "labels" in row:
+        raise RowError("completions with labels (process supervision), which no script reads")
+
+
 def check_answer(tokenizer, turns, text):
     """Raise RowError if the template's text of turns lacks a part of their answer, the last turn."""
     *before, answer = turns
     message = dict(*answer[2:])
+    if not message.get("train", True):
+        return
     content = message.get("content")
     if message and content and content.strip() not in text:
         raise RowError(
@@ -2180,13 +2182,15 @@ def problem_of(row, notes):
     RowError.
     """
     given = {name: value for name, value in row.items() if value is not None}
-    refuse_unlearned(given)
-    # Other columns reach the reward functions; these would change the prompt.
-    unread = {name: given[name] for name in ("chat_template_kwargs", "documents") if name in given}
-    note_fields(unread, (), "", notes)
     key = next((name for name in KEYS if name in given), None)
+    if key == "completion" and is_false(given.get("label")):
+        key = None  # of KTO: a wrong answer
     answer = key and answer_of(given, key, notes)
     turns, used = question_turns(given, notes)
+    # Other columns are for the reward functions alone; these may be meant for the prompt.
+    for name in ("input", "context", "documents", "chat_template_kwargs"):
+        if given.get(name) and name not in used:
+            notes.add(("not in the prompt", name))
     if turns and turns[-1][0] == "<|assistant|>" and used[0] in CONVERSATIONS:
         *turns, (_, text, *_) = turns
         answer = answer or text

@@ -2789,8 +2789,11 @@ def warmdown_share(settings):
     schedule = settings.lr_schedule
     for name in UNUSED_BY_SCHEDULE.get(schedule, ()):
         value = getattr(settings, name)
-        if value != getattr(Settings, name):
-            raise UserError(f"{name.upper()}={value}: must be left out with LR_SCHEDULE={schedule}")
+        default = getattr(Settings, name)
+        if value != default:
+            raise UserError(
+                f"{name.upper()}={value}: must be {default}, the default, with LR_SCHEDULE={schedule}"
+            )
     warmup = settings.warmup_frac
     if schedule == "constant":
         return 0.0
@@ -4224,14 +4227,14 @@ class Run(Stateful):
         become another one.
         """
         checkpoint = None
+        damaged = []
+        if self.settings.resume:
+            checkpoint, damaged = checkpoint_to_resume(self.folder)
+            meta = json.loads((checkpoint / "meta.json").read_bytes())
+            check_identity(self.identity, meta["identity"])  # on all ranks
         if self.runtime.rank == 0:
             run_id = self.settings.run_id
-            damaged = []
-            if self.settings.resume:
-                checkpoint, damaged = checkpoint_to_resume(self.folder)
-                meta = json.loads((checkpoint / "meta.json").read_bytes())
-                check_identity(self.identity, meta["identity"])
-            elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
+            if checkpoint is None and (any(self.folder.glob("*")) or Path(run_id).name != run_id):
                 raise UserError(
                     f"RUN_ID={run_id!r}: must be a plain name that no run in OUT_DIR has; RESUME "
                     "continues a run, and one that has saved nothing may be deleted"
@@ -4326,6 +4329,7 @@ SETTING_NAMES = {
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
     "data_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the rows)",
+    "held_out_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the held-out prompts)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
 }
 
@@ -4347,9 +4351,9 @@ def load_parts(parts, folder, optional, device):
         for name, part in parts.items():
             if name in states or name not in optional:
                 part.load_state_dict(states[name])
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # each part has errors of its own for a state that does not fit
+        if is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())
         raise UserError(f"RESUME: {folder} is no checkpoint of this run: {reason:.300}") from None
 

@@ -1885,16 +1885,6 @@ def leading_turns(row, turns):
     return turns
 
 
-def refuse_unlearned(row):
-    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
-    if is_unlearned(row):
-        raise RowError("weight 0, or train or loss false")
-    if "completion" in row and is_false(row.get("label")):  # of KTO
-        raise RowError("label false: an answer that is not to be learned")
-    if "completions" in row and "labels" in row:
-        raise RowError("completions with labels (process supervision), which no script reads")
-
-
 def history_turns(row, notes):
     """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
     history = row.get("history") or []
@@ -2113,13 +2103,15 @@ def problem_of(row, notes):
     RowError.
     """
     given = {name: value for name, value in row.items() if value is not None}
-    refuse_unlearned(given)
-    # Other columns reach the reward functions; these would change the prompt.
-    unread = {name: given[name] for name in ("chat_template_kwargs", "documents") if name in given}
-    note_fields(unread, (), "", notes)
     key = next((name for name in KEYS if name in given), None)
+    if key == "completion" and is_false(given.get("label")):
+        key = None  # of KTO: a wrong answer
     answer = key and answer_of(given, key, notes)
     turns, used = question_turns(given, notes)
+    # Other columns are for the reward functions alone; these may be meant for the prompt.
+    for name in ("input", "context", "documents", "chat_template_kwargs"):
+        if given.get(name) and name not in used:
+            notes.add(("not in the prompt", name))
     if turns and turns[-1][0] == "<|assistant|>" and used[0] in CONVERSATIONS:
         *turns, (_, text, *_) = turns
         answer = answer or text
@@ -3584,8 +3576,11 @@ def warmdown_share(settings):
     schedule = settings.lr_schedule
     for name in UNUSED_BY_SCHEDULE.get(schedule, ()):
         value = getattr(settings, name)
-        if value != getattr(Settings, name):
-            raise UserError(f"{name.upper()}={value}: must be left out with LR_SCHEDULE={schedule}")
+        default = getattr(Settings, name)
+        if value != default:
+            raise UserError(
+                f"{name.upper()}={value}: must be {default}, the default, with LR_SCHEDULE={schedule}"
+            )
     warmup = settings.warmup_frac
     if schedule == "constant":
         return 0.0
@@ -4931,14 +4926,14 @@ class Run(Stateful):
         become another one.
         """
         checkpoint = None
+        damaged = []
+        if self.settings.resume:
+            checkpoint, damaged = checkpoint_to_resume(self.folder)
+            meta = json.loads((checkpoint / "meta.json").read_bytes())
+            check_identity(self.identity, meta["identity"])  # on all ranks
         if self.runtime.rank == 0:
             run_id = self.settings.run_id
-            damaged = []
-            if self.settings.resume:
-                checkpoint, damaged = checkpoint_to_resume(self.folder)
-                meta = json.loads((checkpoint / "meta.json").read_bytes())
-                check_identity(self.identity, meta["identity"])
-            elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
+            if checkpoint is None and (any(self.folder.glob("*")) or Path(run_id).name != run_id):
                 raise UserError(
                     f"RUN_ID={run_id!r}: must be a plain name that no run in OUT_DIR has; RESUME "
                     "continues a run, and one that has saved nothing may be deleted"
@@ -5033,6 +5028,7 @@ SETTING_NAMES = {
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
     "data_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the rows)",
+    "held_out_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the held-out prompts)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
 }
 
@@ -5054,9 +5050,9 @@ def load_parts(parts, folder, optional, device):
         for name, part in parts.items():
             if name in states or name not in optional:
                 part.load_state_dict(states[name])
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # each part has errors of its own for a state that does not fit
+        if is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())
         raise UserError(f"RESUME: {folder} is no checkpoint of this run: {reason:.300}") from None
 
@@ -6631,31 +6627,34 @@ def prompt_of(query):
     return prompt
 
 
-def deal(costs, ranks):
-    """Return for each rank the numbers of the queries that it answers, as many for each.
+def deal(costs, ranks, size):
+    """Return for each rank the numbers of the queries that it answers.
 
-    costs: of each query. They go out in order of falling cost, one to each rank, and the costliest of
-    them to the rank that has the least so far.
+    costs: of each query. Each `size` queries in a row are split evenly: they go out in order of
+    falling cost, one to each rank, and the costliest of them to the rank that has the least so far.
+    So the mini-batches of any number of ranks have the same answers.
     """
     shares = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    order = sorted(range(len(costs)), key=lambda number: -costs[number])
-    for first in range(0, len(costs), ranks):
-        lightest = sorted(range(ranks), key=loads.__getitem__)
-        for rank, number in zip(lightest, order[first : first + ranks], strict=True):
-            shares[rank].append(number)
-            loads[rank] += costs[number]
+    for start in range(0, len(costs), size):
+        order = sorted(range(start, start + size), key=lambda number: -costs[number])
+        for first in range(0, size, ranks):
+            lightest = sorted(range(ranks), key=loads.__getitem__)
+            for rank, number in zip(lightest, order[first : first + ranks], strict=True):
+                shares[rank].append(number)
+                loads[rank] += costs[number]
     return [sorted(share) for share in shares]
 
 
-def rank_share(queries, runtime):
+def rank_share(queries, settings, runtime):
     """Return the numbers of the queries of a step that this rank answers."""
     costs = []  # characters to read and to write; how long a conversation will be is not known
     for query in queries:
         if isinstance(query, dict):
             query = query.get("prompt"), query.get("answer")
         costs.append(len(str(query)))
-    return deal(costs, runtime.world_size)[runtime.rank]
+    size = len(queries) // settings.mini_batches
+    return deal(costs, runtime.world_size, size)[runtime.rank]
 
 
 def groups_of(answers, size):
@@ -6739,18 +6738,20 @@ def named_functions(functions, weights=None):
     return distinct_names(named)
 
 
-def by_name(function, columns):
+def by_name(function):
     """Return a reward function that is called with names of arguments, as TRL does it.
 
-    A function of two arguments that are no columns gets prompts and completions by position.
+    One that names neither prompts nor completions, and has no **, gets these by position.
     """
     if not callable(function):
         return function
-    arguments = inspect.signature(function).parameters.values()
-    is_plain = all(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments)
-    names = {argument.name for argument in arguments}
-    if len(names) != 2 or not is_plain or names & {"prompts", "completions", *columns}:
-        return function
+    with contextlib.suppress(TypeError, ValueError):  # a few functions in C have no signature
+        arguments = inspect.signature(function).parameters.values()
+        names = {argument.name for argument in arguments}
+        if names & {"prompts", "completions"} or any(
+            argument.kind is argument.VAR_KEYWORD for argument in arguments
+        ):
+            return function
 
     def call(prompts, completions):
         return function(prompts, completions)
@@ -6959,13 +6960,11 @@ class PolicyTrainer:
     def train_step(self, queries, reward_function=None):
         """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
 
-        reward_function: replaces reward_funcs, and is called as these are; one of two arguments that
-        are no columns is called with the lists of prompts and completions.
+        reward_function: replaces reward_funcs, and is called as these are, or see by_name.
         """
         if reward_function:
-            self.add_columns(queries)
             self.reward_weights = None
-            self.reward_funcs = named_functions(by_name(reward_function, self.columns))
+            self.reward_funcs = named_functions(by_name(reward_function))
         if not queries or len(queries) % self.unit:
             raise UserError(
                 f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "
@@ -7076,6 +7075,10 @@ class Exam(Stateful):
             scores[f"rewards/{function.name}"] = value.nanmean(1)
         return scores | self.more_scores(trainer, answers)
 
+    def load_state_dict(self, saved):
+        """Replace the state by a saved one. Checkpoints before 2026-11-28 have no `marked_by`."""
+        super().load_state_dict({"marked_by": self.mark(), **saved})
+
     def mark(self):
         """Return the name of the function that decides what is right; of an environment ""."""
         return self.functions[0].name if self.functions else ""
@@ -7150,13 +7153,13 @@ FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
 
 
-def run_identity(settings, network, tokenizer, *problems):
-    """Return what must stay under RESUME; problems: those of training, of choosing, and held out.
+def run_identity(settings, network, tokenizer, held_out):
+    """Return what must stay under RESUME.
 
-    Of these it has the prompts: a changed order or number would compare other ones in `gain`.
+    Of the held-out problems it has the prompts: `gain` would compare other ones.
     """
     prompts = hashlib.sha256()
-    for problem in itertools.chain(*problems):
+    for problem in held_out:
         if isinstance(problem, dict):
             problem = query_turns(problem)
         prompts.update(json.dumps(problem).encode())
@@ -7164,7 +7167,7 @@ def run_identity(settings, network, tokenizer, *problems):
         **{name: getattr(settings, name, None) for name in IDENTITY},
         **asdict(network.config),
         "tokenizer_sha256": tokenizer.sha256,
-        "data_sha256": prompts.hexdigest(),
+        "held_out_sha256": prompts.hexdigest(),
     }
 
 
@@ -7319,7 +7322,7 @@ def score_end(run, trainer, exam, samples):
     }
     report_packing(run, nats_per_token(trainer, answers) - nats)
     run.log.metrics(run.step, held_out_metrics(scores["after"]))
-    run.log(score_table(scores, scores["gain"]))
+    run.log(score_table(scores, [name for name in scores["after"] if name != "n"]))
     return scores
 
 
@@ -7796,7 +7799,7 @@ class GSPOTrainer(PolicyTrainer):
         settings = self.settings
         runtime = self.runtime
         self.add_columns(queries)  # also those of queries that other ranks answer
-        share = rank_share(queries, runtime)
+        share = rank_share(queries, settings, runtime)
         seeds = [(settings.seed, step, number) for number in share]
         groups, rewards, seconds = self.rewarded_answers(
             [queries[number] for number in share], seeds, qat
@@ -7970,7 +7973,7 @@ def main():
     # run folder and log, policy, trainer, averages
     clock = Clock(settings, runtime, replayed_progress(settings))
     plan = Plan(settings)
-    identity = run_identity(settings, network, tokenizer, problems, choice, held_out)
+    identity = run_identity(settings, network, tokenizer, held_out)
     run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
     handle_stop_signals(run.end_at_once)
     checkpoint = run.open()

@@ -1868,16 +1868,6 @@ def leading_turns(row, turns):
     return turns
 
 
-def refuse_unlearned(row):
-    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
-    if is_unlearned(row):
-        raise RowError("weight 0, or train or loss false")
-    if "completion" in row and is_false(row.get("label")):  # of KTO
-        raise RowError("label false: an answer that is not to be learned")
-    if "completions" in row and "labels" in row:
-        raise RowError("completions with labels (process supervision), which no script reads")
-
-
 def history_turns(row, notes):
     """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
     history = row.get("history") or []
@@ -2062,10 +2052,22 @@ def completion(tokenizer, prompt, ids):
 
 
 # === shared: chat ===
+def refuse_unlearned(row):
+    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
+    if is_unlearned(row):
+        raise RowError("weight 0, or train or loss false")
+    if "completion" in row and is_false(row.get("label")):  # of KTO
+        raise RowError("label false: an answer that is not to be learned")
+    if "completions" in row and "labels" in row:
+        raise RowError("completions with labels (process supervision), which no script reads")
+
+
 def check_answer(tokenizer, turns, text):
     """Raise RowError if the template's text of turns lacks a part of their answer, the last turn."""
     *before, answer = turns
     message = dict(*answer[2:])
+    if not message.get("train", True):
+        return
     content = message.get("content")
     if message and content and content.strip() not in text:
         raise RowError(
@@ -3586,8 +3588,11 @@ def warmdown_share(settings):
     schedule = settings.lr_schedule
     for name in UNUSED_BY_SCHEDULE.get(schedule, ()):
         value = getattr(settings, name)
-        if value != getattr(Settings, name):
-            raise UserError(f"{name.upper()}={value}: must be left out with LR_SCHEDULE={schedule}")
+        default = getattr(Settings, name)
+        if value != default:
+            raise UserError(
+                f"{name.upper()}={value}: must be {default}, the default, with LR_SCHEDULE={schedule}"
+            )
     warmup = settings.warmup_frac
     if schedule == "constant":
         return 0.0
@@ -4933,14 +4938,14 @@ class Run(Stateful):
         become another one.
         """
         checkpoint = None
+        damaged = []
+        if self.settings.resume:
+            checkpoint, damaged = checkpoint_to_resume(self.folder)
+            meta = json.loads((checkpoint / "meta.json").read_bytes())
+            check_identity(self.identity, meta["identity"])  # on all ranks
         if self.runtime.rank == 0:
             run_id = self.settings.run_id
-            damaged = []
-            if self.settings.resume:
-                checkpoint, damaged = checkpoint_to_resume(self.folder)
-                meta = json.loads((checkpoint / "meta.json").read_bytes())
-                check_identity(self.identity, meta["identity"])
-            elif any(self.folder.glob("*")) or Path(run_id).name != run_id:
+            if checkpoint is None and (any(self.folder.glob("*")) or Path(run_id).name != run_id):
                 raise UserError(
                     f"RUN_ID={run_id!r}: must be a plain name that no run in OUT_DIR has; RESUME "
                     "continues a run, and one that has saved nothing may be deleted"
@@ -5035,6 +5040,7 @@ SETTING_NAMES = {
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
     "data_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the rows)",
+    "held_out_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the held-out prompts)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
 }
 
@@ -5056,9 +5062,9 @@ def load_parts(parts, folder, optional, device):
         for name, part in parts.items():
             if name in states or name not in optional:
                 part.load_state_dict(states[name])
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # each part has errors of its own for a state that does not fit
+        if is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())
         raise UserError(f"RESUME: {folder} is no checkpoint of this run: {reason:.300}") from None
 

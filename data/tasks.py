@@ -125,10 +125,14 @@ def gsm8k(prompts, completions, answer, **columns):
     """Return 1.0 for each completion with its answer's number, and 0.1 more for the right format.
 
     A completion counts as right from 1 on, so a right number without the format does, and the
-    format alone does not. See last_number and has_format; the answer has a line `#### N`.
+    format alone does not. See last_number and has_format; the answer has a line `#### N`. Where
+    there is no answer, the function does not apply: None.
     """
     rewards = []
     for text, right in zip(map(plain, completions), answer, strict=True):
+        if right is None:
+            rewards.append(None)
+            continue
         is_right = last_number(text) == final_number(right)  # NaN equals nothing
         rewards.append(is_right + 0.1 * has_format(text))
     return rewards
@@ -137,10 +141,13 @@ def gsm8k(prompts, completions, answer, **columns):
 def gsm8k_strict(prompts, completions, answer, **columns):
     """Return 1.0 for each completion with its answer's final_number, else 0.0; NaN equals nothing.
 
-    This is GSM8K's own grader, and lm-eval's strict-match.
+    This is GSM8K's own grader, and lm-eval's strict-match. None where there is no answer.
     """
-    pairs = zip(map(plain, completions), answer, strict=True)
-    return [float(final_number(text) == final_number(right)) for text, right in pairs]
+    rewards = []
+    for text, right in zip(map(plain, completions), answer, strict=True):
+        is_right = right is not None and final_number(text) == final_number(right)
+        rewards.append(None if right is None else float(is_right))
+    return rewards
 
 
 def coin(prompts, completions, **columns):

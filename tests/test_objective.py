@@ -5,6 +5,7 @@ Everything here is float64 with an independent reference, except where ranks and
 """
 
 import copy
+import functools
 import itertools
 import math
 import random
@@ -575,8 +576,10 @@ def test_two_ranks_are_one(M, changes, float32, monkeypatch):
 
 
 def test_ranks_are_dealt_as_much_to_do():
-    assert G.deal([9, 1, 2, 8], 2) == [[0, 1], [2, 3]]  # 9 + 1, 8 + 2
-    assert G.deal([3, 1, 2], 1) == [[0, 1, 2]]
+    assert G.deal([9, 1, 2, 8], 2, 4) == [[0, 1], [2, 3]]  # 9 + 1, 8 + 2
+    # Of `size` in a row each rank has as many; that with less so far has the costlier one.
+    assert G.deal([5, 1, 1, 5], 2, 2) == [[0, 2], [1, 3]]
+    assert G.deal([3, 1, 2], 1, 3) == [[0, 1, 2]]
 
 
 def test_metrics_of_a_rollout_are_of_all_ranks():
@@ -719,10 +722,11 @@ def test_train_takes_the_queries_in_turn_with_seeds_of_their_own(M, monkeypatch)
 
 @each_trainer
 def test_a_reward_of_train_step_gets_its_arguments_by_their_names(M, monkeypatch):
-    """As TRL calls it; by position only where two arguments are neither TRL's nor columns."""
+    """As TRL calls it; by position where none of these is TRL's."""
     scripted(monkeypatch, M)
     rows = [{"prompt": query, "answer": str(number)} for number, query in enumerate(QUERIES)]
     answers = [row["answer"] for row in rows for _ in range(3)]
+    prompts = [query for query in QUERIES for _ in range(3)]
     own = trainer(M)
 
     def by_columns(completions, answer):
@@ -733,16 +737,16 @@ def test_a_reward_of_train_step_gets_its_arguments_by_their_names(M, monkeypatch
         assert answer == answers
         return lengths_score(columns["completions"])
 
-    def by_position(questions, texts):
-        assert questions == [query for query in QUERIES for _ in range(3)]
-        return lengths_score(texts)
+    def by_position(prompt, answer, scale=1):
+        assert prompt == prompts and answer != answers
+        return [scale * score for score in lengths_score(answer)]
 
     rewards = []
-    for function in (by_columns, of_columns, by_position, [by_columns, of_columns]):
+    thrice = functools.partial(by_position, scale=3)
+    for function in (by_columns, of_columns, by_position, thrice, [by_columns, of_columns]):
         rewards.append(own.train_step(rows, function)["reward"])
         own.steps = 0
-    assert rewards[3] == pytest.approx(2 * rewards[0])
-    assert len({round(reward, 6) for reward in rewards[:3]}) == 1
+    assert rewards == pytest.approx([rewards[0] * times for times in (1, 1, 1, 3, 2)])
 
 
 def test_several_rewards_get_their_columns_are_weighted_and_logged_by_name(monkeypatch):
@@ -785,24 +789,18 @@ def test_several_rewards_get_their_columns_are_weighted_and_logged_by_name(monke
 
 
 # ---------------------------------------------------------------------------- what RESUME compares
-def test_the_prompts_must_stay_under_resume():
+def test_the_held_out_prompts_must_stay_under_resume():
     """In their order and number: `gain` compares scores by prompt. Answers may be mended."""
     network = policy()
 
-    def digest(*problems):
-        parts = [[{"prompt": text, "answer": answer} for text, answer in part] for part in problems]
-        return G.run_identity(G.Settings(), network, BYTES, *parts)["data_sha256"]
+    def digest(held_out):
+        return G.run_identity(G.Settings(), network, BYTES, held_out)["held_out_sha256"]
 
-    first = digest([("a", "1"), ("b", "2")], [], [("c", "3")])
-    assert first == digest([("a", "9"), ("b", "2")], [], [("c", None)])
-    others = [
-        digest([("b", "2"), ("a", "1")], [], [("c", "3")]),
-        digest([("a", "1")], [], [("c", "3")]),
-        digest([("a", "1"), ("b", "2")], [], [("d", "3")]),
-    ]
-    assert len({first, *others}) == 4
-    seeds = [G.run_identity(G.Settings(), network, BYTES, range(n))["data_sha256"] for n in (3, 4)]
-    assert seeds[0] != seeds[1]
+    first = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    mended = [{**problem, "answer": None} for problem in first]
+    others = [first[::-1], first[:1], [*first, {"prompt": "c"}], range(2), range(3)]
+    assert digest(first) == digest(mended)
+    assert len({digest(first), *map(digest, others)}) == 6
 
 
 def test_marks_of_two_functions_are_not_compared():

@@ -86,6 +86,8 @@ def test_gsm8k_reads_the_number_where_others_look_for_it():
         assert D.gsm8k(completions=completions, **columns) == [1.1, 1.0, 1.1, 0.1, 0.0, 0.0]
         assert D.gsm8k_strict(completions=completions, **columns) == [1.0] + [0.0] * 5
     assert D.gsm8k(["q"], ["none"], answer=["none"]) == [0.0]
+    for reward in (D.gsm8k, D.gsm8k_strict):
+        assert reward(["q"] * 2, ["#### 1"] * 2, answer=[None, "#### 2"])[0] is None
 
 
 def flexible_extract(text):
@@ -241,11 +243,6 @@ BAD = [  # a line, and why it is left out
     (b'{"prompt": "\xff", "answer": "x"}', "invalid UTF-8"),
     ({}, "missing field 'prompt'"),
     ({"prompt": "x", "answer": " \n"}, NO_ANSWER),
-    ({"prompt": "x", "answer": "a", "weight": 0}, "weight 0, or train or loss false"),
-    (
-        {"prompt": "x", "completion": "a", "label": False},
-        "label false: an answer that is not to be learned",
-    ),
     ({"prompt": " ", "answer": "x"}, "blank prompt"),
     ({"prompt": "x", "answer": ["x"]}, "the answer is no text"),
     ({"prompt": ["x"], "answer": "x"}, "field 'prompt' is no list of messages"),
@@ -298,7 +295,9 @@ READ = [  # a row, its prompt and its answer
     ({"prompt": "q", "answer": "a", "tools": [{"x": [1]}], "n": None}, "q", "a"),
     ({"prompt": "q", "answer": ["a", "b"]}, "q", ["a", "b"]),
     ({"instruction": "q", "input": "x", "output": "a"}, "q\n\nx", "a"),
-    ({"prompt": "q", "input": "x", "context": "c", "output": "a"}, "q", "a"),
+    ({"prompt": "q", "input": "x", "context": "c", "output": "a", "weight": 0}, "q", "a"),
+    ({"prompt": "q", "completion": "a", "label": True}, "q", "a"),
+    ({"prompt": "q", "completion": "a", "label": False}, "q", None),
     (
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         USER,
@@ -325,6 +324,13 @@ def test_rows_of_other_projects_are_problems(row, prompt, answer):
     assert problem == {**row, "prompt": prompt, "answer": answer}
     again = G.problem_of({"prompt": problem["prompt"], "tools": row.get("tools")}, set())
     assert again["prompt"] == prompt and G.query_turns(again) == G.query_turns(problem)
+
+
+def test_what_may_be_meant_for_a_prompt_is_named():
+    notes = set()
+    G.problem_of({"prompt": "q", "input": "x", "context": "", "documents": ["d"], "n": 1}, notes)
+    G.problem_of({"question": "q", "context": "c"}, notes)
+    assert notes == {("not in the prompt", "input"), ("not in the prompt", "documents")}
 
 
 def test_answers_are_needed_by_exact_alone(tmp_path):
