@@ -4724,7 +4724,7 @@ def row_prompt(row, notes):
     turns = query_turns(problem_of(row, notes))
     given = {name: value for name, value in row.items() if value is not None}
     _, used = question_turns(given, set())
-    used += [*KEYS, "system", "system_prompt", "tools", "functions"]
+    used += [*KEYS, *PROMPT_PARTS, "system", "system_prompt", "tools", "functions"]
     note_fields(given, used, "", notes)
     return turns
 

@@ -411,7 +411,7 @@ def test_what_is_no_prompt_is_refused_and_what_is_not_read_noted():
     notes = set()
     row = {"prompt": "q", "documents": ["d"], "id": 3, "answer": "a"}
     assert S.row_prompt(row, notes) == [(USER, "q")]
-    assert notes == {("not used", "documents"), ("columns not read", "id")}
+    assert notes == {("not in the prompt", "documents"), ("columns not read", "id")}
 
 
 def test_prompts_are_those_that_training_holds_out(place, tmp_path, capsys):
