@@ -2069,6 +2069,8 @@ def completion(tokenizer, prompt, ids):
 # === shared: questions ===
 KEYS = ("answer", "solution", "ground_truth", "reference_answer")
 KEYS += ("completion", "response", "output", "continuation")
+# Columns that may be meant for the prompt; others are for the reward functions alone.
+PROMPT_PARTS = ("input", "context", "documents", "chat_template_kwargs")
 
 
 def problem_of(row, notes):
@@ -2085,8 +2087,7 @@ def problem_of(row, notes):
         key = None  # of KTO: a wrong answer
     answer = key and answer_of(given, key, notes)
     turns, used = question_turns(given, notes)
-    # Other columns are for the reward functions alone; these may be meant for the prompt.
-    for name in ("input", "context", "documents", "chat_template_kwargs"):
+    for name in PROMPT_PARTS:
         if given.get(name) and name not in used:
             notes.add(("not in the prompt", name))
     if turns and turns[-1][0] == "<|assistant|>" and used[0] in CONVERSATIONS:
