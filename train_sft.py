@@ -3589,9 +3589,10 @@ def warmdown_share(settings):
     for name in UNUSED_BY_SCHEDULE.get(schedule, ()):
         value = getattr(settings, name)
         default = getattr(Settings, name)
-        if value != default:
+        is_none = schedule == "constant" and not value  # it has no warmdown anyway
+        if value != default and not is_none:
             raise UserError(
-                f"{name.upper()}={value}: must be {default}, the default, with LR_SCHEDULE={schedule}"
+                f"{name.upper()}={value}: must be {default} with LR_SCHEDULE={schedule}"
             )
     warmup = settings.warmup_frac
     if schedule == "constant":

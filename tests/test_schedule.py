@@ -143,6 +143,7 @@ RATES = [
         dict(lr_schedule="constant", warmdown_frac=T.Settings.warmdown_frac, lr_floor=0.0),
         {0.05: 0.5, 0.1: 1.0, 0.5: 1.0, 1.0: 1.0},
     ),
+    (dict(lr_schedule="constant", warmdown_frac=0.0, lr_floor=0.0), {0.05: 0.5, 1.0: 1.0}),
 ]
 
 
