@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -508,6 +509,7 @@ def test_workers_end_without_a_traceback(tmp_path, act, code, line):
     with subprocess.Popen([*command, "--val-frac", "0.3"], **pipes) as process:
         if code == 130:
             assert "the last job\n" in process.stdout
+            time.sleep(0.5)  # until `map`, which is deaf to Ctrl-C, has returned
             os.killpg(process.pid, signal.SIGINT)
         _, error = process.communicate(timeout=90)
     assert process.returncode == code
