@@ -6271,13 +6271,13 @@ def load_start(settings):
         raise UserError("QAT=1: adapters are not quantized; must be 0 with LORA_RANK")
     network, tokenizer, source = load_stored(find_start(settings.init_from))
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
+    network.activation_checkpointing = settings.activation_checkpointing
     return set_dtype(network, settings), tokenizer, source
 
 
 def set_dtype(network, settings):
-    """Let a network compute as DTYPE and ACTIVATION_CHECKPOINTING say; return it."""
+    """Let a network compute in DTYPE; return it."""
     network.dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    network.activation_checkpointing = settings.activation_checkpointing
     return network
 
 
