@@ -41,6 +41,7 @@ import asyncio
 import base64
 import collections
 import contextlib
+import copy
 import difflib
 import functools
 import gzip
@@ -3784,27 +3785,10 @@ def draw(logits, temperature, uniform, truncate=None):
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-class Uniform:
-    """Random numbers in [0, 1) of rows, by a seed for each; row and step decide a number.
-
-    They are drawn as they are needed: there may be any number of steps.
-    """
-
-    def __init__(self, seeds):
-        self.streams = [np.random.default_rng(seed) for seed in seeds]
-        self.drawn = 0  # numbers of each stream so far
-
-    def numbers(self, step):
-        """Return the numbers (rows,) of a step, which is not before the last one."""
-        while self.drawn <= step:
-            self.block = np.stack([stream.random(ROOM) for stream in self.streams])
-            self.drawn += ROOM
-        return torch.from_numpy(self.block[:, step % ROOM])
-
-    def take(self, rows):
-        """Go on with these rows alone."""
-        self.streams = [self.streams[row] for row in rows]
-        self.block = self.block[rows]
+def uniform_numbers(seeds, steps):
+    """Return random numbers in [0, 1) (rows, steps); each row's depend on its seed alone."""
+    rows = [np.random.default_rng(seed).random(steps) for seed in seeds]
+    return torch.from_numpy(np.stack(rows))
 
 
 @contextlib.contextmanager
@@ -3881,7 +3865,8 @@ def generate(
         first = start // count
         # Those that the decoder goes on with.
         live = samples[start : rows.stop]
-        uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        row_seeds = [[*seeds[row // count], row % count] for row in rows]
+        uniform = uniform_numbers(row_seeds, max_new_tokens).to(network.embed.device)
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
         picks = None
@@ -3889,8 +3874,7 @@ def generate(
         while step < max_new_tokens:
             if step:
                 decoder(picks)
-            numbers = uniform.numbers(step).to(decoder.logits.device)
-            picks, logps = draw(decoder.logits, temperature, numbers, truncate)
+            picks, logps = draw(decoder.logits, temperature, uniform[:, step], truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
@@ -3914,7 +3898,7 @@ def generate(
             share = 0.5 if decoder.logits.is_cuda else 0.8
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
-                uniform.take(running)
+                uniform = uniform[running]
                 decoder.take(running)
                 picks = picks[running]
     return samples
@@ -4226,7 +4210,18 @@ def reward_call(function, count, log, seconds):
 
 
 def reward_columns(rows, texts):
-    """Return the arguments of reward functions, lists of a value for each completion."""
+    """Return the arguments of reward functions, lists of a value for each completion.
+
+    Each has its own, so that a function which changes a prompt in messages, or a list, changes no
+    problem and no other completion's.
+    """
+    rows = [
+        {
+            name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for row, text in zip(rows, texts, strict=True):
         if isinstance(row["prompt"], list):

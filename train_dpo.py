@@ -2960,7 +2960,10 @@ def document_borders(ids, bos_id, device):
     begins = ids == bos_id
     begins[:, 0] = True
     places = begins.flatten().nonzero().flatten()
-    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
+    borders = F.pad(places, (0, 1), value=ids.numel()).int()
+    if device.type == "cuda":
+        borders = borders.pin_memory()  # a copy from other memory would wait for the GPU
+    borders = borders.to(device, non_blocking=True)
     torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
     return [borders]
 
@@ -3094,7 +3097,8 @@ def choose_kernels(choice, network, runtime, log):
 
     choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
     form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
-    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU.
+    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU, and
+    for a form that passes on rank 0 alone.
     """
     FAST.clear()
     if choice == "fla" and runtime.device.type == "cpu":
@@ -3119,9 +3123,14 @@ def choose_kernels(choice, network, runtime, log):
             reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
         except Exception as fault:  # whatever a compiler or a package raises, it is not used
             reason = repr(fault)
-        good = runtime.agree(good)  # rank 0 decides: ranks must not differ
-        log(f"kernels: {name} {'taken' if good else 'left out'}: {reason}")
-        if not good:
+        is_taken = runtime.agree(good)  # rank 0 decides: ranks must not differ
+        if is_taken and not good:
+            raise UserError(
+                f"kernels: {name} passes on rank 0, but not on rank {runtime.rank}: {reason}; must "
+                "pass on all, or use KERNELS=plain"
+            )
+        log(f"kernels: {name} {'taken' if is_taken else 'left out'}: {reason}")
+        if not is_taken:
             del FAST[name]
     if choice == "fla" and "g" in kinds and "gdn" not in FAST:
         raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
@@ -3391,6 +3400,7 @@ def reduce_gradients(grads, runtime, clip, extra):
         tensors = [*grads, extra]
         total = runtime.sum(nn.utils.parameters_to_vector(tensors))
         nn.utils.vector_to_parameters(total, tensors)  # in place: they are views of `total` now
+        extra = extra.clone()  # the log keeps it, and would keep all gradients of a step
     norm = nn.utils.get_total_norm(grads)
     if clip:
         torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
@@ -4872,6 +4882,7 @@ class Log:
 
 # === shared: run ===
 PACKING_NATS = 0.05  # more nats per token lost by packing than this are reported loudly
+FOLDER_SECONDS = 60  # after which each node must see the run's folder
 MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
 
 
@@ -4993,7 +5004,20 @@ class Run(Stateful):
             write_header(self)
             for line in damaged:
                 self.log(line)
-        return self.runtime.agree(checkpoint)
+        checkpoint = self.runtime.agree(checkpoint)
+        self.await_folder()
+        return checkpoint
+
+    def await_folder(self):
+        """Raise UserError if this rank's node does not see the folder; NFS shows it after a while."""
+        for _ in range(FOLDER_SECONDS):
+            if (self.folder / "log.txt").exists():
+                return
+            time.sleep(1)
+        raise UserError(
+            f"OUT_DIR={self.settings.out_dir!r}: rank {self.runtime.rank} does not see the run's folder "
+            f"{self.folder}; must be on a file system that all nodes share"
+        )
 
     def end_at_once(self, number, frame):
         """Handle a signal before the first step or after the last one: end the process.

@@ -2109,7 +2109,10 @@ def document_borders(ids, bos_id, device):
     begins = ids == bos_id
     begins[:, 0] = True
     places = begins.flatten().nonzero().flatten()
-    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
+    borders = F.pad(places, (0, 1), value=ids.numel()).int()
+    if device.type == "cuda":
+        borders = borders.pin_memory()  # a copy from other memory would wait for the GPU
+    borders = borders.to(device, non_blocking=True)
     torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
     return [borders]
 
@@ -2243,7 +2246,8 @@ def choose_kernels(choice, network, runtime, log):
 
     choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
     form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
-    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU.
+    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU, and
+    for a form that passes on rank 0 alone.
     """
     FAST.clear()
     if choice == "fla" and runtime.device.type == "cpu":
@@ -2268,9 +2272,14 @@ def choose_kernels(choice, network, runtime, log):
             reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
         except Exception as fault:  # whatever a compiler or a package raises, it is not used
             reason = repr(fault)
-        good = runtime.agree(good)  # rank 0 decides: ranks must not differ
-        log(f"kernels: {name} {'taken' if good else 'left out'}: {reason}")
-        if not good:
+        is_taken = runtime.agree(good)  # rank 0 decides: ranks must not differ
+        if is_taken and not good:
+            raise UserError(
+                f"kernels: {name} passes on rank 0, but not on rank {runtime.rank}: {reason}; must "
+                "pass on all, or use KERNELS=plain"
+            )
+        log(f"kernels: {name} {'taken' if is_taken else 'left out'}: {reason}")
+        if not is_taken:
             del FAST[name]
     if choice == "fla" and "g" in kinds and "gdn" not in FAST:
         raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
@@ -2555,6 +2564,7 @@ def reduce_gradients(grads, runtime, clip, extra):
         tensors = [*grads, extra]
         total = runtime.sum(nn.utils.parameters_to_vector(tensors))
         nn.utils.vector_to_parameters(total, tensors)  # in place: they are views of `total` now
+        extra = extra.clone()  # the log keeps it, and would keep all gradients of a step
     norm = nn.utils.get_total_norm(grads)
     if clip:
         torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
@@ -4124,6 +4134,7 @@ class Log:
 
 # === shared: run ===
 PACKING_NATS = 0.05  # more nats per token lost by packing than this are reported loudly
+FOLDER_SECONDS = 60  # after which each node must see the run's folder
 MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
 
 
@@ -4245,7 +4256,20 @@ class Run(Stateful):
             write_header(self)
             for line in damaged:
                 self.log(line)
-        return self.runtime.agree(checkpoint)
+        checkpoint = self.runtime.agree(checkpoint)
+        self.await_folder()
+        return checkpoint
+
+    def await_folder(self):
+        """Raise UserError if this rank's node does not see the folder; NFS shows it after a while."""
+        for _ in range(FOLDER_SECONDS):
+            if (self.folder / "log.txt").exists():
+                return
+            time.sleep(1)
+        raise UserError(
+            f"OUT_DIR={self.settings.out_dir!r}: rank {self.runtime.rank} does not see the run's folder "
+            f"{self.folder}; must be on a file system that all nodes share"
+        )
 
     def end_at_once(self, number, frame):
         """Handle a signal before the first step or after the last one: end the process.
@@ -4793,7 +4817,7 @@ def forward_backward(model, batches, step, dropout=0.0):
         torch.manual_seed(batches.settings.seed + step + 1_000_000 * runtime.rank)
     model.zero_grad()
     loss = torch.zeros((), device=runtime.device)
-    for ids, targets, *borders in batches.micro_batches(step):
+    for number, (ids, targets, *borders) in enumerate(batches.micro_batches(step)):
         ngrams = {}
         if noise:
             ids = with_noise(ids, noise, model.config.bos_id)
@@ -4806,6 +4830,12 @@ def forward_backward(model, batches, step, dropout=0.0):
         part = losses.sum() / batches.settings.train_batch_tokens
         part.backward()
         loss += part.detach()
+        if number == 0 and isinstance(batches.settings.compile, str):
+            # Under CUDA graphs the first gradients are memory of the graph, which the next micro-batch
+            # uses again. Copies stay, and what follows is added to them in place.
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad = param.grad.clone()
     if is_sparse:
         hashed.grad = hashed.grad.coalesce()  # each row once
     return loss
@@ -4848,6 +4878,7 @@ def fits_memory(model, batches, step):
         if not is_out_of_memory(error):
             raise
         failed += 1
+        torch.cuda.empty_cache()  # NCCL takes memory of its own
     return not batches.runtime.sum(failed)
 
 

@@ -2912,7 +2912,10 @@ def document_borders(ids, bos_id, device):
     begins = ids == bos_id
     begins[:, 0] = True
     places = begins.flatten().nonzero().flatten()
-    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
+    borders = F.pad(places, (0, 1), value=ids.numel()).int()
+    if device.type == "cuda":
+        borders = borders.pin_memory()  # a copy from other memory would wait for the GPU
+    borders = borders.to(device, non_blocking=True)
     torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
     return [borders]
 
@@ -3046,7 +3049,8 @@ def choose_kernels(choice, network, runtime, log):
 
     choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
     form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
-    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU.
+    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU, and
+    for a form that passes on rank 0 alone.
     """
     FAST.clear()
     if choice == "fla" and runtime.device.type == "cpu":
@@ -3071,9 +3075,14 @@ def choose_kernels(choice, network, runtime, log):
             reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
         except Exception as fault:  # whatever a compiler or a package raises, it is not used
             reason = repr(fault)
-        good = runtime.agree(good)  # rank 0 decides: ranks must not differ
-        log(f"kernels: {name} {'taken' if good else 'left out'}: {reason}")
-        if not good:
+        is_taken = runtime.agree(good)  # rank 0 decides: ranks must not differ
+        if is_taken and not good:
+            raise UserError(
+                f"kernels: {name} passes on rank 0, but not on rank {runtime.rank}: {reason}; must "
+                "pass on all, or use KERNELS=plain"
+            )
+        log(f"kernels: {name} {'taken' if is_taken else 'left out'}: {reason}")
+        if not is_taken:
             del FAST[name]
     if choice == "fla" and "g" in kinds and "gdn" not in FAST:
         raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
@@ -3343,6 +3352,7 @@ def reduce_gradients(grads, runtime, clip, extra):
         tensors = [*grads, extra]
         total = runtime.sum(nn.utils.parameters_to_vector(tensors))
         nn.utils.vector_to_parameters(total, tensors)  # in place: they are views of `total` now
+        extra = extra.clone()  # the log keeps it, and would keep all gradients of a step
     norm = nn.utils.get_total_norm(grads)
     if clip:
         torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
@@ -4824,6 +4834,7 @@ class Log:
 
 # === shared: run ===
 PACKING_NATS = 0.05  # more nats per token lost by packing than this are reported loudly
+FOLDER_SECONDS = 60  # after which each node must see the run's folder
 MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
 
 
@@ -4945,7 +4956,20 @@ class Run(Stateful):
             write_header(self)
             for line in damaged:
                 self.log(line)
-        return self.runtime.agree(checkpoint)
+        checkpoint = self.runtime.agree(checkpoint)
+        self.await_folder()
+        return checkpoint
+
+    def await_folder(self):
+        """Raise UserError if this rank's node does not see the folder; NFS shows it after a while."""
+        for _ in range(FOLDER_SECONDS):
+            if (self.folder / "log.txt").exists():
+                return
+            time.sleep(1)
+        raise UserError(
+            f"OUT_DIR={self.settings.out_dir!r}: rank {self.runtime.rank} does not see the run's folder "
+            f"{self.folder}; must be on a file system that all nodes share"
+        )
 
     def end_at_once(self, number, frame):
         """Handle a signal before the first step or after the last one: end the process.
@@ -5520,27 +5544,10 @@ def draw(logits, temperature, uniform, truncate=None):
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-class Uniform:
-    """Random numbers in [0, 1) of rows, by a seed for each; row and step decide a number.
-
-    They are drawn as they are needed: there may be any number of steps.
-    """
-
-    def __init__(self, seeds):
-        self.streams = [np.random.default_rng(seed) for seed in seeds]
-        self.drawn = 0  # numbers of each stream so far
-
-    def numbers(self, step):
-        """Return the numbers (rows,) of a step, which is not before the last one."""
-        while self.drawn <= step:
-            self.block = np.stack([stream.random(ROOM) for stream in self.streams])
-            self.drawn += ROOM
-        return torch.from_numpy(self.block[:, step % ROOM])
-
-    def take(self, rows):
-        """Go on with these rows alone."""
-        self.streams = [self.streams[row] for row in rows]
-        self.block = self.block[rows]
+def uniform_numbers(seeds, steps):
+    """Return random numbers in [0, 1) (rows, steps); each row's depend on its seed alone."""
+    rows = [np.random.default_rng(seed).random(steps) for seed in seeds]
+    return torch.from_numpy(np.stack(rows))
 
 
 @contextlib.contextmanager
@@ -5617,7 +5624,8 @@ def generate(
         first = start // count
         # Those that the decoder goes on with.
         live = samples[start : rows.stop]
-        uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        row_seeds = [[*seeds[row // count], row % count] for row in rows]
+        uniform = uniform_numbers(row_seeds, max_new_tokens).to(network.embed.device)
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
         picks = None
@@ -5625,8 +5633,7 @@ def generate(
         while step < max_new_tokens:
             if step:
                 decoder(picks)
-            numbers = uniform.numbers(step).to(decoder.logits.device)
-            picks, logps = draw(decoder.logits, temperature, numbers, truncate)
+            picks, logps = draw(decoder.logits, temperature, uniform[:, step], truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
@@ -5650,7 +5657,7 @@ def generate(
             share = 0.5 if decoder.logits.is_cuda else 0.8
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
-                uniform.take(running)
+                uniform = uniform[running]
                 decoder.take(running)
                 picks = picks[running]
     return samples
@@ -5962,7 +5969,18 @@ def reward_call(function, count, log, seconds):
 
 
 def reward_columns(rows, texts):
-    """Return the arguments of reward functions, lists of a value for each completion."""
+    """Return the arguments of reward functions, lists of a value for each completion.
+
+    Each has its own, so that a function which changes a prompt in messages, or a list, changes no
+    problem and no other completion's.
+    """
+    rows = [
+        {
+            name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for row, text in zip(rows, texts, strict=True):
         if isinstance(row["prompt"], list):
@@ -7175,11 +7193,15 @@ def run_identity(settings, network, tokenizer, held_out):
 
 @contextlib.contextmanager
 def saved_at_faults(run):
-    """A block of the loop: its UserError comes after a checkpoint."""
+    """A block of the loop: its RewardFault, which all ranks raise, comes after a checkpoint.
+
+    So does another UserError of a single process. One rank of several cannot save alone.
+    """
     try:
         yield
-    except UserError:
-        run.save()
+    except UserError as error:
+        if isinstance(error, RewardFault) or not run.runtime.distributed:
+            run.save()
         raise
 
 
@@ -7613,7 +7635,7 @@ def credit_turns(trainer, groups):
 def episode_metrics(trainer, episodes):
     """Return for the log what became of all ranks' conversations.
 
-    Raises UserError if more than a tenth of them have a fault.
+    Raises RewardFault if more than a tenth of them have a fault.
     """
     facts = [(len(one.earned), not one.done, bool(one.fault)) for one in episodes]
     means, _ = moments(torch.tensor(facts).T, trainer.runtime)
@@ -7621,7 +7643,7 @@ def episode_metrics(trainer, episodes):
     fault = next((episode.fault for episode in episodes if episode.fault), None)
     fault = first_of_ranks(fault, trainer.runtime)
     if metrics["dropped"] > 0.1:
-        raise UserError(
+        raise RewardFault(
             f"ENVIRONMENT={trainer.settings.environment!r}: {metrics['dropped']:.0%} of the "
             f"episodes have a fault, at most 10% may; {fault}"
         )
@@ -7653,10 +7675,11 @@ def group_advantages(rewards, scale, batch_std):
     That is their group's (of a sample, + 1e-4; arXiv 2402.03300, section 4.1.2), `batch_std`, or
     with scale "none" 1 (Dr. GRPO, 2503.20783). Leave-one-out (RLOO) is scale "none" times G / (G - 1).
     """
-    # A group of one reward has advantages of exactly 0, so teaches_nothing finds it. Without the first
-    # subtraction equal rewards could differ from their mean in the last digit.
-    centred = rewards - rewards[:, :1]
-    centred = centred - centred.mean(1, keepdim=True)
+    centred = rewards - rewards.mean(1, keepdim=True)
+    # A group of one reward has advantages of exactly 0, so teaches_nothing finds it. Equal sums of
+    # different parts, such as 0.3 and 0.1 + 0.2, differ in their last digits.
+    noise = 1e-12 * rewards.abs().amax(1, keepdim=True)
+    centred = torch.where(centred.abs() > noise, centred, 0.0)
     if scale == "none":
         return centred
     std = rewards.std(1, keepdim=True) if scale == "group" else batch_std
@@ -7697,14 +7720,14 @@ def importance(delta, mask, settings):
 
 # What an update adds up for the log: its loss and tokens, and of each token its entropy and the parts
 # that policy_loss returns. They have names here because a rank takes part in the sum over ranks even
-# if it has no answer to learn from.
-UPDATE_SUMS = ("loss tokens entropy clip_active clip_outside log_ratio kl sampler_gap").split()
+# if it has no answer to learn from. With KL_BETA there is `kl`, too.
+UPDATE_SUMS = ("loss tokens entropy clip_active clip_outside log_ratio sampler_gap").split()
 
 
 def policy_loss(logps, batch, settings):
     """Return the loss of each token (B, T), and for the log its parts by name, (B, T) each: whether
-    the clip is active, whether the ratio is outside the band, |log p / p_old|, KL, and the sampler
-    gap, |log p_old - what the sampler computed|.
+    the clip is active, whether the ratio is outside the band, |log p / p_old|, the sampler gap,
+    |log p_old - what the sampler computed|, and with a reference KL.
 
     The loss is the clipped surrogate (arXiv 1707.06347, equation 7) with a band that may be
     asymmetric (2503.14476), plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. Where
@@ -7717,20 +7740,18 @@ def policy_loss(logps, batch, settings):
     ratio = importance(delta, batch.mask, settings)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
-    reference = logps.detach() if batch.reference is None else batch.reference
-    x = (reference - logps) * batch.mask
-    kl = x.exp() - x - 1
-
     active = torch.where(advantages < 0, ratio < low, (ratio > high) & (advantages > 0))
     parts = {
         "clip_active": active,
         "clip_outside": (ratio < low) | (ratio > high),
         "log_ratio": delta.abs(),
-        "kl": kl,
         "sampler_gap": (batch.old - batch.sampled).abs(),
     }
-    parts = {name: part.detach() * batch.mask for name, part in parts.items()}
-    return loss + settings.kl_beta * kl, parts
+    if batch.reference is not None:
+        x = (batch.reference - logps) * batch.mask
+        parts["kl"] = x.exp() - x - 1
+        loss = loss + settings.kl_beta * parts["kl"]
+    return loss, {name: part.detach() * batch.mask for name, part in parts.items()}
 
 
 GSPOConfig = Settings  # GSPOConfig(learning_rate=1e-4, group_size=16)
@@ -7917,7 +7938,8 @@ class GSPOTrainer(PolicyTrainer):
         samples = runtime.world_size * len(parts[0])
         for batches in mini_batches * settings.epochs:
             torch._foreach_zero_([param.grad for param in self.trained.values()])
-            sums = {name: torch.zeros((), device=runtime.device) for name in UPDATE_SUMS}
+            names = [*UPDATE_SUMS, "kl"] if settings.kl_beta else UPDATE_SUMS
+            sums = {name: torch.zeros((), device=runtime.device) for name in names}
             with self.weights(qat):
                 for batch in batches:
                     logps, entropy = token_logps(
@@ -7941,7 +7963,7 @@ class GSPOTrainer(PolicyTrainer):
             # Where nothing has a gradient, momentum alone would move the weights.
             if norm != 0:
                 step_optimizers(self.optimizers, multiplier, finite)
-            updates.append({"grad_norm": norm, **dict(zip(UPDATE_SUMS, totals, strict=True))})
+            updates.append({"grad_norm": norm, **dict(zip(sums, totals, strict=True))})
         return update_metrics(updates, time.perf_counter() - begin)
 
 

@@ -2889,7 +2889,10 @@ def document_borders(ids, bos_id, device):
     begins = ids == bos_id
     begins[:, 0] = True
     places = begins.flatten().nonzero().flatten()
-    borders = F.pad(places, (0, 1), value=ids.numel()).int().to(device)
+    borders = F.pad(places, (0, 1), value=ids.numel()).int()
+    if device.type == "cuda":
+        borders = borders.pin_memory()  # a copy from other memory would wait for the GPU
+    borders = borders.to(device, non_blocking=True)
     torch._dynamo.mark_dynamic(borders, 0)  # another number of documents compiles nothing again
     return [borders]
 
@@ -3023,7 +3026,8 @@ def choose_kernels(choice, network, runtime, log):
 
     choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
     form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
-    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU.
+    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU, and
+    for a form that passes on rank 0 alone.
     """
     FAST.clear()
     if choice == "fla" and runtime.device.type == "cpu":
@@ -3048,9 +3052,14 @@ def choose_kernels(choice, network, runtime, log):
             reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
         except Exception as fault:  # whatever a compiler or a package raises, it is not used
             reason = repr(fault)
-        good = runtime.agree(good)  # rank 0 decides: ranks must not differ
-        log(f"kernels: {name} {'taken' if good else 'left out'}: {reason}")
-        if not good:
+        is_taken = runtime.agree(good)  # rank 0 decides: ranks must not differ
+        if is_taken and not good:
+            raise UserError(
+                f"kernels: {name} passes on rank 0, but not on rank {runtime.rank}: {reason}; must "
+                "pass on all, or use KERNELS=plain"
+            )
+        log(f"kernels: {name} {'taken' if is_taken else 'left out'}: {reason}")
+        if not is_taken:
             del FAST[name]
     if choice == "fla" and "g" in kinds and "gdn" not in FAST:
         raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
@@ -3320,6 +3329,7 @@ def reduce_gradients(grads, runtime, clip, extra):
         tensors = [*grads, extra]
         total = runtime.sum(nn.utils.parameters_to_vector(tensors))
         nn.utils.vector_to_parameters(total, tensors)  # in place: they are views of `total` now
+        extra = extra.clone()  # the log keeps it, and would keep all gradients of a step
     norm = nn.utils.get_total_norm(grads)
     if clip:
         torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0))
@@ -4801,6 +4811,7 @@ class Log:
 
 # === shared: run ===
 PACKING_NATS = 0.05  # more nats per token lost by packing than this are reported loudly
+FOLDER_SECONDS = 60  # after which each node must see the run's folder
 MAX_SKIPPED_STEPS = 10  # in a row; one bad batch passes, a diverged run never recovers
 
 
@@ -4922,7 +4933,20 @@ class Run(Stateful):
             write_header(self)
             for line in damaged:
                 self.log(line)
-        return self.runtime.agree(checkpoint)
+        checkpoint = self.runtime.agree(checkpoint)
+        self.await_folder()
+        return checkpoint
+
+    def await_folder(self):
+        """Raise UserError if this rank's node does not see the folder; NFS shows it after a while."""
+        for _ in range(FOLDER_SECONDS):
+            if (self.folder / "log.txt").exists():
+                return
+            time.sleep(1)
+        raise UserError(
+            f"OUT_DIR={self.settings.out_dir!r}: rank {self.runtime.rank} does not see the run's folder "
+            f"{self.folder}; must be on a file system that all nodes share"
+        )
 
     def end_at_once(self, number, frame):
         """Handle a signal before the first step or after the last one: end the process.
@@ -5497,27 +5521,10 @@ def draw(logits, temperature, uniform, truncate=None):
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-class Uniform:
-    """Random numbers in [0, 1) of rows, by a seed for each; row and step decide a number.
-
-    They are drawn as they are needed: there may be any number of steps.
-    """
-
-    def __init__(self, seeds):
-        self.streams = [np.random.default_rng(seed) for seed in seeds]
-        self.drawn = 0  # numbers of each stream so far
-
-    def numbers(self, step):
-        """Return the numbers (rows,) of a step, which is not before the last one."""
-        while self.drawn <= step:
-            self.block = np.stack([stream.random(ROOM) for stream in self.streams])
-            self.drawn += ROOM
-        return torch.from_numpy(self.block[:, step % ROOM])
-
-    def take(self, rows):
-        """Go on with these rows alone."""
-        self.streams = [self.streams[row] for row in rows]
-        self.block = self.block[rows]
+def uniform_numbers(seeds, steps):
+    """Return random numbers in [0, 1) (rows, steps); each row's depend on its seed alone."""
+    rows = [np.random.default_rng(seed).random(steps) for seed in seeds]
+    return torch.from_numpy(np.stack(rows))
 
 
 @contextlib.contextmanager
@@ -5594,7 +5601,8 @@ def generate(
         first = start // count
         # Those that the decoder goes on with.
         live = samples[start : rows.stop]
-        uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        row_seeds = [[*seeds[row // count], row % count] for row in rows]
+        uniform = uniform_numbers(row_seeds, max_new_tokens).to(network.embed.device)
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
         picks = None
@@ -5602,8 +5610,7 @@ def generate(
         while step < max_new_tokens:
             if step:
                 decoder(picks)
-            numbers = uniform.numbers(step).to(decoder.logits.device)
-            picks, logps = draw(decoder.logits, temperature, numbers, truncate)
+            picks, logps = draw(decoder.logits, temperature, uniform[:, step], truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
@@ -5627,7 +5634,7 @@ def generate(
             share = 0.5 if decoder.logits.is_cuda else 0.8
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
-                uniform.take(running)
+                uniform = uniform[running]
                 decoder.take(running)
                 picks = picks[running]
     return samples
@@ -5939,7 +5946,18 @@ def reward_call(function, count, log, seconds):
 
 
 def reward_columns(rows, texts):
-    """Return the arguments of reward functions, lists of a value for each completion."""
+    """Return the arguments of reward functions, lists of a value for each completion.
+
+    Each has its own, so that a function which changes a prompt in messages, or a list, changes no
+    problem and no other completion's.
+    """
+    rows = [
+        {
+            name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
     columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
     for row, text in zip(rows, texts, strict=True):
         if isinstance(row["prompt"], list):
@@ -7152,11 +7170,15 @@ def run_identity(settings, network, tokenizer, held_out):
 
 @contextlib.contextmanager
 def saved_at_faults(run):
-    """A block of the loop: its UserError comes after a checkpoint."""
+    """A block of the loop: its RewardFault, which all ranks raise, comes after a checkpoint.
+
+    So does another UserError of a single process. One rank of several cannot save alone.
+    """
     try:
         yield
-    except UserError:
-        run.save()
+    except UserError as error:
+        if isinstance(error, RewardFault) or not run.runtime.distributed:
+            run.save()
         raise
 
 

@@ -94,26 +94,62 @@ def final_number(text):
 NUMBER = r"((?:(?<![\w)])-)?)\\?\$?((?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+))"
 
 
+# What LaTeX writes between thousands: 9{,}500, 9\,500 or 9,\!500.
+LATEX_COMMA = r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3}(?![0-9]))"
+NUMBERED_HEADING = r"#### [0-9]+\.[ \t]+[^\W\d].*"  # `#### 1. Add the costs`
+
+
+def boxed_text(text):
+    """Return what the last `\\boxed{...}` of a text has up to the brace that closes it, or None."""
+    _, opening, rest = text.rpartition("\\boxed{")
+    if not opening:
+        return None
+    depth = 1
+    for place, letter in enumerate(rest):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return rest[:place]
+    return rest
+
+
+def numbers_of(text):
+    """Return the numbers of a text."""
+    pairs = re.findall(NUMBER, re.sub(LATEX_COMMA, "", text))
+    return [Decimal(sign + digits.replace(",", "")) for sign, digits in pairs]
+
+
+def boxed_number(text):
+    """Return the number in the last `\\boxed{...}`, or NaN without one; None without a box.
+
+    It stands behind the last `=`. There must be no other: in a box with 1/2 neither is the answer.
+    """
+    boxed = boxed_text(text)
+    if boxed is None:
+        return None
+    numbers = numbers_of(boxed.rpartition("=")[2])
+    return numbers[0] if len(numbers) == 1 else Decimal("NaN")
+
+
 def last_number(text):
     """Return the number behind `####`, else in the last `\\boxed{...}`, else the last one; or NaN.
 
-    These are the places where TRL's examples and lm-eval's flexible-extract look for an answer.
+    These are the places where TRL's examples and lm-eval's flexible-extract look for an answer. A
+    numbered heading, as in `#### 1. Add the costs`, is no answer.
     """
-    number = final_number(text)
+    number = final_number(re.sub(NUMBERED_HEADING, "", text))
     if not number.is_nan():
         return number
-    _, boxed, rest = text.rpartition("\\boxed{")
-    numbers = re.findall(NUMBER, rest.partition("}")[0] if boxed else text)
-    if not numbers:
-        return Decimal("NaN")
-    sign, digits = numbers[0 if boxed else -1]
-    return Decimal(sign + digits.replace(",", ""))
+    boxed = boxed_number(text)
+    if boxed is not None:
+        return boxed
+    return [Decimal("NaN"), *numbers_of(text)][-1]
 
 
 def has_format(text):
-    """Return whether a text ends with a line `#### N`, or has a number in a `\\boxed{...}`."""
+    """Return whether a text ends with a line `#### N`, or has one number in its `\\boxed{...}`."""
     is_last_line = re.search(r"(^|\n)#### -?[0-9.,]*[0-9]\s*$", text)
-    return bool(is_last_line or re.search(r"\\boxed\{" + NUMBER, text))
+    boxed = boxed_number(text)
+    return bool(is_last_line or (boxed is not None and not boxed.is_nan()))
 
 
 def plain(completion):
@@ -121,31 +157,34 @@ def plain(completion):
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
+def answer_number(answer):
+    """Return the last_number of a row's answer, a text or a number; None if it has none."""
+    number = last_number(str(answer))
+    return None if number.is_nan() else number
+
+
 def gsm8k(prompts, completions, answer, **columns):
     """Return 1.0 for each completion with its answer's number, and 0.1 more for the right format.
 
     A completion counts as right from 1 on, so a right number without the format does, and the
-    format alone does not. See last_number and has_format; the answer has a line `#### N`. Where
-    there is no answer, the function does not apply: None.
+    format alone does not. See last_number, which also reads the answer, and has_format. Where the
+    answer has no number, or there is none, the function does not apply: None.
     """
     rewards = []
-    for text, right in zip(map(plain, completions), answer, strict=True):
-        if right is None:
-            rewards.append(None)
-            continue
-        is_right = last_number(text) == final_number(right)  # NaN equals nothing
-        rewards.append(is_right + 0.1 * has_format(text))
+    for text, right in zip(map(plain, completions), map(answer_number, answer), strict=True):
+        is_right = last_number(text) == right  # NaN equals nothing
+        rewards.append(None if right is None else is_right + 0.1 * has_format(text))
     return rewards
 
 
 def gsm8k_strict(prompts, completions, answer, **columns):
-    """Return 1.0 for each completion with its answer's final_number, else 0.0; NaN equals nothing.
+    """Return 1.0 for each completion whose final_number is the answer's number, else 0.0.
 
-    This is GSM8K's own grader, and lm-eval's strict-match. None where there is no answer.
+    This is GSM8K's own grader, and lm-eval's strict-match. None as in gsm8k.
     """
     rewards = []
-    for text, right in zip(map(plain, completions), answer, strict=True):
-        is_right = right is not None and final_number(text) == final_number(right)
+    for text, right in zip(map(plain, completions), map(answer_number, answer), strict=True):
+        is_right = final_number(text) == right  # NaN equals nothing
         rewards.append(None if right is None else float(is_right))
     return rewards
 

@@ -284,6 +284,18 @@ class Unlucky(Counting):
         return super().step(text)
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("fault", [G.UserError, G.RewardFault])
+def test_a_fault_is_saved_by_all_ranks_or_by_none(fault, distributed):
+    """A rank that has a fault alone would wait for the others in the save; they wait elsewhere."""
+    saved = []
+    runtime = SimpleNamespace(distributed=distributed)
+    run = SimpleNamespace(save=lambda: saved.append(1), runtime=runtime)
+    with pytest.raises(fault), G.saved_at_faults(run):
+        raise fault("x")
+    assert len(saved) == (fault is G.RewardFault or not distributed)
+
+
 def test_nothing_is_learned_from_a_dropped_episode(monkeypatch):
     """It has the mean of its group. If a tenth are dropped, the run ends."""
     own = trainer(G, Unlucky)
@@ -303,7 +315,7 @@ def test_nothing_is_learned_from_a_dropped_episode(monkeypatch):
     assert rows == len(answers) - len(bad)
     assert math.isfinite(own.update(rollout)["grad_norm"])
     monkeypatch.setattr(Unlucky, "every", 1)
-    refusal(G.UserError, "of the episodes have a fault, at most 10% may", own.rollout, [1, 2], 0)
+    refusal(G.RewardFault, "of the episodes have a fault, at most 10% may", own.rollout, [1, 2], 0)
 
     answers = []
     for value in (1.0, 2.0, None, 6.0, None, None, None, None):

@@ -121,6 +121,10 @@ def test_what_is_checked_and_who_decides(monkeypatch):
     monkeypatch.setattr(T.Runtime, "agree", lambda self, good: False)
     T.choose_kernels("auto", network(), runtime("cuda"), str)
     assert T.FAST == {}
+    monkeypatch.setattr(T.Runtime, "agree", lambda self, good: True)
+    monkeypatch.setattr(T, "check_gdn", missing_gdn)
+    call = (T.choose_kernels, "auto", network(), runtime("cuda"), str)
+    refusal(T.UserError, "kernels: gdn passes on rank 0, but not on rank 0: ImportError", *call)
 
 
 # ----------------------------------------------------------------------------------------- attention

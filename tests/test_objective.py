@@ -114,7 +114,7 @@ def written_out(rows, s, token_ratio):
             kl = math.exp(x) - x - 1
             loss += weight * (s.kl_beta * kl - gain)
             slopes[row, t] = weight * (s.kl_beta * (1 - math.exp(x)) - slope)
-            parts = is_stopped, r != bounded, abs(delta[t]), kl, abs(old[t] - drawn[t])
+            parts = is_stopped, r != bounded, abs(delta[t]), abs(old[t] - drawn[t]), kl
             sums = [total + part for total, part in zip(sums, parts, strict=True)]
     return loss, slopes, torch.tensor(sums)
 
@@ -129,7 +129,7 @@ def measured(M, rows, settings, width=6, pad=0.0):
     given = (total[0],) if M is S else (total, settings, 2)
     loss = (losses * M.token_weights(batch.mask, *given)).sum()
     [slopes] = torch.autograd.grad(loss, logps)
-    assert [*parts] == [*M.UPDATE_SUMS[3:]]
+    assert [*parts] == [*M.UPDATE_SUMS[3:], "kl"]
     assert not any(part.requires_grad for part in parts.values())
     return loss.item(), slopes, torch.stack([part.sum() for part in parts.values()])
 
@@ -185,6 +185,10 @@ def test_advantages_are_their_formula(M, scale):
     assert found.flatten().tolist() == pytest.approx(advantages_of(REWARDS, scale), abs=1e-12)
     for size, value in itertools.product((3, 7, 12), (0.1, 1 / 3, -1e6 / 3)):
         assert not M.group_advantages(torch.tensor([[value] * size]), scale, rewards.std()).any()
+    # Equal sums of different parts differ in their last digits.
+    sums = torch.tensor([[0.3, 0.1 + 0.2, 0.3], [0.3, 0.2, 0.3]], dtype=torch.float64)
+    assert sums[0, 0] != sums[0, 1]
+    assert M.group_advantages(sums, scale, rewards.std()).any(1).tolist() == [False, True]
     answers = [M.Answer(advantage=value) for value in (0.0, 0.0, -1e-9, 0.0, 0.0, 0.0)]
     assert M.teaches_nothing([answers[:3], answers[3:]]).tolist() == [False, True]
 

@@ -309,6 +309,48 @@ def test_clipping_bounds_the_global_norm():
     assert (clipped - expected).abs().max() < 1e-6
 
 
+def test_what_the_log_keeps_of_a_step_is_not_its_gradients():
+    """They are one vector under torchrun, of which all would be kept for a number of it."""
+    grads = [torch.ones(1000), torch.ones(10, 10)]
+    ranks = SimpleNamespace(distributed=True, sum=lambda total: total.mul_(2))
+    norm, extra = T.reduce_gradients(grads, ranks, 0, torch.tensor([1.5, 3.0]))
+    assert extra.tolist() == [3.0, 6.0] and norm.item() == pytest.approx(2 * 1100**0.5)
+    assert extra.untyped_storage().nbytes() == 8
+
+
+def gradients_of(network, parts, compile):
+    """Return the gradients of micro-batches; the first ones' memory is spoiled before the second."""
+    params = [*network.parameters()]
+    first = []
+
+    def micro_batches(step):
+        yield parts[0]
+        if compile != 1:
+            for grad in first:
+                grad.fill_(math.nan)  # as another run of a CUDA graph may
+        yield from parts[1:]
+
+    def keep(param):
+        if len(first) < len(params):
+            first.append(param.grad)
+
+    settings = T.Settings(train_batch_tokens=180, optimizer="adamw", compile=compile)
+    batches = SimpleNamespace(runtime=ALONE, settings=settings, micro_batches=micro_batches)
+    hooks = [param.register_post_accumulate_grad_hook(keep) for param in params]
+    T.forward_backward(network, batches, 0)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat([param.grad.flatten() for param in params])
+
+
+def test_gradients_outlive_the_graph_that_made_them():
+    """With COMPILE=reduce-overhead the first micro-batch's gradients are memory of a CUDA graph."""
+    network = make()
+    parts = [(torch.randint(9, (2, 30)), torch.randint(64, (2, 30))) for _ in range(3)]
+    found = gradients_of(network, parts, "reduce-overhead")
+    assert found.any() and torch.equal(found, gradients_of(network, parts, True))
+
+
 def test_sparse_gradients_of_tables_are_the_dense_ones():
     """Of a step in two parts, with tokens that several places read; norm and clipping see them, too."""
     torch.manual_seed(7)

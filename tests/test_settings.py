@@ -416,6 +416,16 @@ def open_run(**changes):
     return run.folder
 
 
+def test_a_node_that_does_not_see_the_folder_ends_the_run_before_it_trains(tmp_path, monkeypatch):
+    """Otherwise its ranks would find no artifact to score, when all has been trained."""
+    monkeypatch.setattr(T, "FOLDER_SECONDS", 1)
+    settings = replace(T.Settings(), run_id="x", out_dir=str(tmp_path))
+    run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), False), None, None, {})
+    refusal(T.UserError, "OUT_DIR=.*rank 1 does not see .* all nodes share", run.open)
+    open_run(run_id="x", out_dir=str(tmp_path))
+    assert run.open() is None
+
+
 def test_the_log_shows_every_setting_and_marks_changes(tmp_path):
     changes = dict(iterations=5, qat=False, run_id="x", out_dir=str(tmp_path))
     text = (open_run(**changes) / "log.txt").read_text()

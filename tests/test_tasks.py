@@ -65,6 +65,17 @@ LAST = [
     ("\\boxed{7} no, \\boxed{-18}.\nThat is 5.", "-18", True),
     ("\\boxed{\\$1,234.50}", "1234.50", True),
     ("\\boxed{x} or 4", None, False),
+    ("\\boxed{9{,}500} km, 7", "9500", True),
+    ("\\boxed{9\\,500}", "9500", True),
+    ("it is $9,\\!500$", "9500", False),
+    ("\\boxed{3 + 5 = 8}", "8", True),
+    ("\\boxed{\\text{Ann: } 10\\%}", "10", True),
+    ("\\boxed{\\frac{1}{2}}", None, False),
+    ("\\boxed{1/2}", None, False),
+    ("\\boxed{12", "12", True),
+    ("#### 1. Add the costs\n3 + 5 = 8\n#### 2. The end\n\\boxed{8}", "8", True),
+    ("#### 1. Add\nSo 3 + 5 = 8\n#### 8", "8", True),
+    ("#### 18. ", "18", False),
     ("(4)-3 = 1 or 12-5", "5", False),
     ("6 - -3", "-3", False),
     ("1,2345", "2345", False),
@@ -85,9 +96,16 @@ def test_gsm8k_reads_the_number_where_others_look_for_it():
     for completions in (texts, said):
         assert D.gsm8k(completions=completions, **columns) == [1.1, 1.0, 1.1, 0.1, 0.0, 0.0]
         assert D.gsm8k_strict(completions=completions, **columns) == [1.0] + [0.0] * 5
-    assert D.gsm8k(["q"], ["none"], answer=["none"]) == [0.0]
     for reward in (D.gsm8k, D.gsm8k_strict):
-        assert reward(["q"] * 2, ["#### 1"] * 2, answer=[None, "#### 2"])[0] is None
+        assert reward(["q"] * 3, ["#### 1"] * 3, answer=[None, "#### 2", "none"])[::2] == [None] * 2
+        for right in (
+            "1,018",
+            "1018",
+            1018,
+            1018.0,
+            "\\boxed{1018}",
+        ):  # as other tools prepare GSM8K
+            assert reward(["q"], ["#### 1018"], answer=[right])[0] >= 1
 
 
 def flexible_extract(text):
@@ -457,6 +475,28 @@ def test_a_function_gets_the_columns_that_it_takes_in_lists_of_its_own(tmp_path)
     rewards = [G.RewardFunction(function.__name__, function) for function in (score, all_of)]
     assert called(*rewards) == {"score": [1.0, 2.0], "all_of": [1.0, 1.0]}
     refusal(G.UserError, "'grade'", called, G.RewardFunction("score", lambda grade: grade))
+
+
+def test_a_function_that_changes_its_arguments_changes_no_problem():
+    """Neither another completion's, whose problem is the same one, nor the next function's."""
+    row = {"prompt": [turn("user", "hm")], "answer": "a", "tests": [[1], [2]], "tag": {"a": [1]}}
+    rows = [row, row]
+
+    def judge(prompts, completions, tests, tag):
+        lengths = []
+        for prompt, completion, test, tags in zip(prompts, completions, tests, tag, strict=True):
+            prompt += completion
+            prompt[0]["content"] += "!"
+            lengths.append(len(prompt) + len(test[0]) + len(tags["a"]))
+            test[0].clear()
+            tags["a"].clear()
+        return lengths
+
+    before = json.dumps(row)
+    rewards = [G.RewardFunction(name, judge) for name in ("first", "second")]
+    values = G.call_reward_functions(rewards, rows, ["x", "y"], print, 120)
+    assert values == {"first": [4.0, 4.0], "second": [4.0, 4.0]}
+    assert json.dumps(row) == before
 
 
 @pytest.mark.parametrize("is_async", [False, True])
