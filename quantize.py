@@ -99,7 +99,7 @@ class Settings:
     tokenizer_path: Paths = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     data_path: Paths = ""  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
     # (train_gpt.py reads mixtures; here DATA_PATH must be one folder)
-    seed: int = 1337  # decides every random draw
+    seed: int = bounded(1337, 0, 2**31 - 1)  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 a weight when coded
     matrix_bits: int = bounded(6, 2, 8)
@@ -134,6 +134,7 @@ OTHER_NAMES = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "CASEOPS_ENABLED": 0,
     "DATASET": "DATA_PATH",
     "DROPOUT": 0.0,
     "EMA_DECAY": "EMA",
@@ -143,14 +144,17 @@ OTHER_NAMES = {
     "ENTROPY_COEFF": "ENTROPY_BETA",
     "ENT_COEF": "ENTROPY_BETA",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "GATED_ATTN_ENABLED": 0,
     "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
+    "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HOLDOUT_TOKENS": 131072,
     "LATE_QAT": "QAT",
+    "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
+    "LN_SCALE": 0,
     "LOGIT_SOFTCAP": 30.0,
-    "LOG_INTERVAL": "LOG_SECONDS",
     "LOG_SECONDS": 10.0,
     "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
@@ -162,6 +166,7 @@ OTHER_NAMES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MTP_NUM_HEADS": 0,
     "MUON_BACKEND_STEPS": 5,
     "MUON_MOMENTUM": 0.95,
     "MUON_MOMENTUM_WARMUP_START": 0.85,
@@ -169,26 +174,40 @@ OTHER_NAMES = {
     "MUON_WARMUP_FRAC": 0.05,
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
+    "NUM_LOOPS": 0,
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
+    "PARALLEL_START_LAYER": 0,
+    "PHASED_TTT_ENABLED": 0,
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
+    "RECUR_LAYERS": 0,
+    "RECUR_START_STEP": 0,
     "ROPE_BASE": 10000.0,
     "SEQ_LEN": "TRAIN_SEQ_LEN",
+    "SMEAR_GATE_ENABLED": 0,
+    "SPARSE_ATTN_GATE_ENABLED": 0,
     "SWA_ENABLED": "SWA",
+    "SWA_EVERY": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
-    "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "TTT_CHUNK_SIZE": 64,
     "TTT_ENABLED": "TTT_LORA_RANK",
+    "TTT_EPOCHS": 1,
     "TTT_LORA_LR": 0.004,
-    "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
+    "TTT_LR": "TTT_LORA_LR",
+    "VE_ENABLED": 0,
+    "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
     "WEIGHT_DECAY": "MUON_WD",
     "XSA_LAST_N": 0,
 }
+
+# Names of other projects for what changes no result, so that pasted commands run: how often a line is
+# logged (LOG_SECONDS), and the tokens of a batch of validation.
+HARMLESS_NAMES = ("LOG_INTERVAL", "TRAIN_LOG_EVERY", "VAL_BATCH_SIZE")
 
 # The settings of all scripts: one that is meant for another script is an error there. Those of this
 # script are known without it.
@@ -373,8 +392,11 @@ def check_settings(settings):
 def check_name(name, text, names):
     """Raise UserError for a name that is no setting, with the one that was probably meant.
 
-    A name for a constant is accepted with the constant's value.
+    A name for a constant is accepted with the constant's value, and a harmless one with any.
     """
+    if name in HARMLESS_NAMES:
+        print(f"note: {name}={text!r} is not used: it changes no result", file=sys.stderr)
+        return
     meant = name
     while meant not in names and isinstance(OTHER_NAMES.get(meant), str):
         meant = OTHER_NAMES[meant]
@@ -397,7 +419,7 @@ def read_environment(environ, names):
     are none here: near misses, names in the tables above, numbers that this script has as constants.
     """
     numbers = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
+    known = {*names, *OTHER_NAMES, *HARMLESS_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]

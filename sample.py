@@ -106,7 +106,7 @@ class Settings:
     # generate: continue PROMPT; chat: answer the lines of standard input; score: measure SCORE
     mode: Literal["generate", "chat", "score"] = "generate"
     artifact: Paths = ""  # the model: a run, a checkpoint or an artifact (model.upar)
-    seed: int = 1337  # decides every random draw
+    seed: int = bounded(1337, 0, 2**31 - 1)  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
@@ -162,6 +162,7 @@ OTHER_NAMES = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "CASEOPS_ENABLED": 0,
     "DATASET": "DATA_PATH",
     "DROPOUT": 0.0,
     "EMA_DECAY": "EMA",
@@ -171,14 +172,17 @@ OTHER_NAMES = {
     "ENTROPY_COEFF": "ENTROPY_BETA",
     "ENT_COEF": "ENTROPY_BETA",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "GATED_ATTN_ENABLED": 0,
     "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
+    "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HOLDOUT_TOKENS": 131072,
     "LATE_QAT": "QAT",
+    "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
+    "LN_SCALE": 0,
     "LOGIT_SOFTCAP": 30.0,
-    "LOG_INTERVAL": "LOG_SECONDS",
     "LOG_SECONDS": 10.0,
     "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
@@ -190,6 +194,7 @@ OTHER_NAMES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MTP_NUM_HEADS": 0,
     "MUON_BACKEND_STEPS": 5,
     "MUON_MOMENTUM": 0.95,
     "MUON_MOMENTUM_WARMUP_START": 0.85,
@@ -197,26 +202,40 @@ OTHER_NAMES = {
     "MUON_WARMUP_FRAC": 0.05,
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
+    "NUM_LOOPS": 0,
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
+    "PARALLEL_START_LAYER": 0,
+    "PHASED_TTT_ENABLED": 0,
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
+    "RECUR_LAYERS": 0,
+    "RECUR_START_STEP": 0,
     "ROPE_BASE": 10000.0,
     "SEQ_LEN": "TRAIN_SEQ_LEN",
+    "SMEAR_GATE_ENABLED": 0,
+    "SPARSE_ATTN_GATE_ENABLED": 0,
     "SWA_ENABLED": "SWA",
+    "SWA_EVERY": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
-    "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "TTT_CHUNK_SIZE": 64,
     "TTT_ENABLED": "TTT_LORA_RANK",
+    "TTT_EPOCHS": 1,
     "TTT_LORA_LR": 0.004,
-    "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
+    "TTT_LR": "TTT_LORA_LR",
+    "VE_ENABLED": 0,
+    "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
     "WEIGHT_DECAY": "MUON_WD",
     "XSA_LAST_N": 0,
 }
+
+# Names of other projects for what changes no result, so that pasted commands run: how often a line is
+# logged (LOG_SECONDS), and the tokens of a batch of validation.
+HARMLESS_NAMES = ("LOG_INTERVAL", "TRAIN_LOG_EVERY", "VAL_BATCH_SIZE")
 
 # The settings of all scripts: one that is meant for another script is an error there. Those of this
 # script are known without it.
@@ -401,8 +420,11 @@ def check_settings(settings):
 def check_name(name, text, names):
     """Raise UserError for a name that is no setting, with the one that was probably meant.
 
-    A name for a constant is accepted with the constant's value.
+    A name for a constant is accepted with the constant's value, and a harmless one with any.
     """
+    if name in HARMLESS_NAMES:
+        print(f"note: {name}={text!r} is not used: it changes no result", file=sys.stderr)
+        return
     meant = name
     while meant not in names and isinstance(OTHER_NAMES.get(meant), str):
         meant = OTHER_NAMES[meant]
@@ -425,7 +447,7 @@ def read_environment(environ, names):
     are none here: near misses, names in the tables above, numbers that this script has as constants.
     """
     numbers = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
+    known = {*names, *OTHER_NAMES, *HARMLESS_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -3785,10 +3807,27 @@ def draw(logits, temperature, uniform, truncate=None):
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-def uniform_numbers(seeds, steps):
-    """Return random numbers in [0, 1) (rows, steps); each row's depend on its seed alone."""
-    rows = [np.random.default_rng(seed).random(steps) for seed in seeds]
-    return torch.from_numpy(np.stack(rows))
+class Uniform:
+    """Random numbers in [0, 1) of rows, by a seed for each; row and step decide a number.
+
+    They are drawn as they are needed: there may be any number of steps.
+    """
+
+    def __init__(self, seeds):
+        self.streams = [np.random.default_rng(seed) for seed in seeds]
+        self.drawn = 0  # numbers of each stream so far
+
+    def numbers(self, step):
+        """Return the numbers (rows,) of a step, which is not before the last one."""
+        while self.drawn <= step:
+            self.block = np.stack([stream.random(ROOM) for stream in self.streams])
+            self.drawn += ROOM
+        return torch.from_numpy(self.block[:, step % ROOM])
+
+    def take(self, rows):
+        """Go on with these rows alone."""
+        self.streams = [self.streams[row] for row in rows]
+        self.block = self.block[rows]
 
 
 @contextlib.contextmanager
@@ -3865,8 +3904,7 @@ def generate(
         first = start // count
         # Those that the decoder goes on with.
         live = samples[start : rows.stop]
-        row_seeds = [[*seeds[row // count], row % count] for row in rows]
-        uniform = uniform_numbers(row_seeds, max_new_tokens).to(network.embed.device)
+        uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
         picks = None
@@ -3874,7 +3912,8 @@ def generate(
         while step < max_new_tokens:
             if step:
                 decoder(picks)
-            picks, logps = draw(decoder.logits, temperature, uniform[:, step], truncate)
+            numbers = uniform.numbers(step).to(decoder.logits.device)
+            picks, logps = draw(decoder.logits, temperature, numbers, truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
@@ -3898,7 +3937,7 @@ def generate(
             share = 0.5 if decoder.logits.is_cuda else 0.8
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
-                uniform = uniform[running]
+                uniform.take(running)
                 decoder.take(running)
                 picks = picks[running]
     return samples
@@ -4209,27 +4248,25 @@ def reward_call(function, count, log, seconds):
         log(f"{what}: {passed:.1f} s for {count} answers, more than REWARD_SECONDS={seconds:g}")
 
 
+def own_copy(value):
+    """Return a copy of a list or dict; any other value, which a program may have given, is itself."""
+    return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
+
+
 def reward_columns(rows, texts):
     """Return the arguments of reward functions, lists of a value for each completion.
 
     Each has its own, so that a function which changes a prompt in messages, or a list, changes no
     problem and no other completion's.
     """
-    rows = [
-        {
-            name: copy.deepcopy(value) if isinstance(value, (dict, list)) else value
-            for name, value in row.items()
-        }
-        for row in rows
-    ]
-    columns = {"prompts": [row["prompt"] for row in rows], "completions": []}
+    columns = {"prompts": [own_copy(row["prompt"]) for row in rows], "completions": []}
     for row, text in zip(rows, texts, strict=True):
         if isinstance(row["prompt"], list):
             text = [{"role": "assistant", "content": text}]
         columns["completions"].append(text)
     for name in rows[0]:
         if name not in columns:
-            columns[name] = [row[name] for row in rows]
+            columns[name] = [own_copy(row[name]) for row in rows]
     return columns
 
 

@@ -110,7 +110,7 @@ class Settings:
     resume: Paths = ""  # run to continue from its newest whole checkpoint: a RUN_ID or a folder
     # finished run to repeat step by step: its stored progress replaces the clock
     replay: Paths = ""
-    seed: int = 1337  # decides every random draw
+    seed: int = bounded(1337, 0, 2**31 - 1)  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
     # of activations; auto: bfloat16 on CUDA, and in train_gpt.py on a CPU that is fast at it
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -222,6 +222,7 @@ OTHER_NAMES = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "CASEOPS_ENABLED": 0,
     "DATASET": "DATA_PATH",
     "DROPOUT": 0.0,
     "EMA_DECAY": "EMA",
@@ -231,14 +232,17 @@ OTHER_NAMES = {
     "ENTROPY_COEFF": "ENTROPY_BETA",
     "ENT_COEF": "ENTROPY_BETA",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "GATED_ATTN_ENABLED": 0,
     "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
+    "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HOLDOUT_TOKENS": 131072,
     "LATE_QAT": "QAT",
+    "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
+    "LN_SCALE": 0,
     "LOGIT_SOFTCAP": 30.0,
-    "LOG_INTERVAL": "LOG_SECONDS",
     "LOG_SECONDS": 10.0,
     "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
@@ -250,6 +254,7 @@ OTHER_NAMES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MTP_NUM_HEADS": 0,
     "MUON_BACKEND_STEPS": 5,
     "MUON_MOMENTUM": 0.95,
     "MUON_MOMENTUM_WARMUP_START": 0.85,
@@ -257,26 +262,40 @@ OTHER_NAMES = {
     "MUON_WARMUP_FRAC": 0.05,
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
+    "NUM_LOOPS": 0,
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
+    "PARALLEL_START_LAYER": 0,
+    "PHASED_TTT_ENABLED": 0,
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
+    "RECUR_LAYERS": 0,
+    "RECUR_START_STEP": 0,
     "ROPE_BASE": 10000.0,
     "SEQ_LEN": "TRAIN_SEQ_LEN",
+    "SMEAR_GATE_ENABLED": 0,
+    "SPARSE_ATTN_GATE_ENABLED": 0,
     "SWA_ENABLED": "SWA",
+    "SWA_EVERY": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
-    "TRAIN_LOG_EVERY": "LOG_SECONDS",
     "TTT_CHUNK_SIZE": 64,
     "TTT_ENABLED": "TTT_LORA_RANK",
+    "TTT_EPOCHS": 1,
     "TTT_LORA_LR": 0.004,
-    "VAL_BATCH_SIZE": "MICRO_BATCH_TOKENS",
+    "TTT_LR": "TTT_LORA_LR",
+    "VE_ENABLED": 0,
+    "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
     "WEIGHT_DECAY": "MUON_WD",
     "XSA_LAST_N": 0,
 }
+
+# Names of other projects for what changes no result, so that pasted commands run: how often a line is
+# logged (LOG_SECONDS), and the tokens of a batch of validation.
+HARMLESS_NAMES = ("LOG_INTERVAL", "TRAIN_LOG_EVERY", "VAL_BATCH_SIZE")
 
 # The settings of all scripts: one that is meant for another script is an error there. Those of this
 # script are known without it.
@@ -461,8 +480,11 @@ def check_settings(settings):
 def check_name(name, text, names):
     """Raise UserError for a name that is no setting, with the one that was probably meant.
 
-    A name for a constant is accepted with the constant's value.
+    A name for a constant is accepted with the constant's value, and a harmless one with any.
     """
+    if name in HARMLESS_NAMES:
+        print(f"note: {name}={text!r} is not used: it changes no result", file=sys.stderr)
+        return
     meant = name
     while meant not in names and isinstance(OTHER_NAMES.get(meant), str):
         meant = OTHER_NAMES[meant]
@@ -485,7 +507,7 @@ def read_environment(environ, names):
     are none here: near misses, names in the tables above, numbers that this script has as constants.
     """
     numbers = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {*names, *OTHER_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
+    known = {*names, *OTHER_NAMES, *HARMLESS_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
     ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
     return {
         name: environ[name]
@@ -2744,15 +2766,19 @@ class Clock(Stateful):
         unknown_steps = 1 if self.packet is None else 2
         return self.seconds[-1] + unknown_steps * self.median_step()
 
+    def planned_share(self, step):
+        """Return the share of ITERATIONS or of the budget, at most 1, that `step` completes."""
+        by_steps = (step + 1) / self.iterations
+        by_time = self.next_end() / self.budget
+        return min(1.0, max(by_steps, by_time))
+
     def progress(self, step):
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
 
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
         less than for the step before. Without ITERATIONS it is 0 for the first step.
         """
-        by_steps = (step + 1) / self.iterations
-        by_time = self.next_end() / self.budget
-        progress = min(1.0, max(by_steps, by_time))
+        progress = self.planned_share(step)
         if step:
             progress = max(progress, self.used[step - 1])
         if self.replay:
@@ -4034,9 +4060,9 @@ class LineFile:
             write_stream(sys.stderr, f"{self.path.name}: {error}\n")
 
 
-def write_source(path):
+def write_source(path, source):
     """Append the script to log.txt, unless it is there from before RESUME. Raises OSError."""
-    source = Path(__file__).read_text(encoding="utf-8") + f"\n{'=' * 120}\n"
+    source = source.decode() + f"\n{'=' * 120}\n"
     with open(path, "a+", encoding="utf-8") as log:
         log.seek(0)
         if source not in log.read():
@@ -4075,7 +4101,6 @@ class Log:
     def open(self, folder, track):
         """Begin to write in a run's folder; track: see make_tracker. Raises OSError."""
         self.track = track
-        write_source(folder / "log.txt")
         self.file = LineFile(folder / "log.txt")
         self.metrics_file = LineFile(folder / "metrics.jsonl")
         ERROR_LOGS[:] = [self.file]
@@ -4214,7 +4239,10 @@ class Run(Stateful):
         self.saved_step = -1  # of the newest checkpoint
         # Why training has ended: "iterations", "clock", "replay", "signal" or a word of the script.
         self.ended = ""
-        self.code_bytes = os.path.getsize(__file__)
+        # Of the run's begin: you may change the script and commit while it trains.
+        self.source = Path(__file__).read_bytes()
+        self.commit = describe_machine(self.runtime)["commit"]
+        self.code_bytes = len(self.source)
         if settings.config:
             if not os.path.isfile(settings.config):
                 raise UserError(
@@ -4252,12 +4280,14 @@ class Run(Stateful):
                     "continues a run, and one that has saved nothing may be deleted"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
+            write_source(self.folder / "log.txt", self.source)
             self.log.open(self.folder, make_tracker(self.settings, self.folder, checkpoint))
             write_header(self)
             for line in damaged:
                 self.log(line)
         checkpoint = self.runtime.agree(checkpoint)
-        self.await_folder()
+        if self.runtime.distributed:
+            self.await_folder()
         return checkpoint
 
     def await_folder(self):
@@ -4345,6 +4375,14 @@ class Run(Stateful):
         meta = json.loads((folder / "meta.json").read_bytes())
         changed = changed_settings(self.settings, meta["settings"])
         self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
+        progress = max(self.clock.used, default=0.0)
+        share = self.clock.planned_share(self.step)
+        if share < 0.9 * progress and not self.settings.replay:
+            self.log(
+                f"note: the run was at {progress:.0%} of its plan, and is at {share:.0%} of the one that "
+                "is given now; until this reaches the former, rates and phases stand still, and EMA takes "
+                "in nothing. INIT_FROM begins a plan anew"
+            )
 
 
 # The settings behind those values of a run's identity and of GPTConfig that have another name.
@@ -4547,8 +4585,9 @@ def write_result(run, values, content):
         "script": Path(__file__).name,
         "run_id": run.folder.name,
         "seed": run.settings.seed,
-        "code_sha256": sha256_file(__file__),
+        "code_sha256": hashlib.sha256(run.source).hexdigest(),
         **describe_machine(run.runtime),
+        "commit": run.commit,
         "world_size": run.runtime.world_size,
         "steps": run.step,
         "ended": run.ended,

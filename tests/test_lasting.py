@@ -282,6 +282,7 @@ def test_a_log_has_the_source_the_first_five_steps_and_the_last(tmp_path):
     """Unless LOG_SECONDS are over; metrics.jsonl has every step. A resumed run opens it again."""
     log = T.Log(9)
     for _ in range(2):
+        T.write_source(tmp_path / "log.txt", Path(T.__file__).read_bytes())
         log.open(tmp_path, None)
     for step in range(1, 10):
         log.metrics(step, {"train_loss": step}, 1.0)
@@ -549,6 +550,40 @@ def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straigh
     assert place.result("changed")["settings"] == expected
     assert place.artifact("changed") != place.artifact(straight)
     assert steps_logged(place, "changed", " saved") == [0, 4, 6, 9, 12, 15, 16]
+
+
+def test_a_longer_plan_stands_still_until_it_is_as_far_and_says_so(place, stopped):
+    """6 of 16 steps are 38%, and of 64 steps 9%; of 17 steps they are hardly less."""
+    for steps, said in ((64, 1), (17, 0)):
+        copied(place, stopped, f"longer{steps}")
+        place.resume(f"longer{steps}", stop_at(7), 143, ITERATIONS=steps)
+        note = "note: the run was at 38% of its plan, and is at 11% of the one that is given now"
+        assert place.log(f"longer{steps}").count(note) == said
+    progress = [row["progress"] for row in metrics_of(place, "longer64") if "progress" in row]
+    assert progress[5:] == [6 / 16] * len(progress[5:]) and len(progress) == 8
+
+
+def test_a_result_is_of_the_script_that_ran(place, tmp_path):
+    """Also if the file is changed, or deleted, while the run trains."""
+    script = tmp_path / "mine.py"
+    script.write_bytes(Path(T.__file__).read_bytes())
+    size = script.stat().st_size
+    digest = T.sha256_file(script)
+    settings = dict(iterations=1, run_id="x", out_dir=str(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T, "__file__", str(script))
+        run = T.Run(
+            T.Settings(**settings), T.Runtime(0, 1, torch.device("cpu"), False), None, None, {}
+        )
+        assert run.open() is None
+        script.unlink()
+        run.plan = SimpleNamespace(phases={}, planned={})
+        run.clock = SimpleNamespace(elapsed=lambda: 0.0, limit=1.0)
+        assert T.write_result(run, {}, b"12") == 0
+    result = read_json(run.folder / "result.json")
+    assert result["code_sha256"] == digest and result["code_bytes"] == size
+    assert (run.folder / "log.txt").read_bytes()[:size] == Path(T.__file__).read_bytes()
+    T.ERROR_LOGS.clear()
 
 
 def test_settings_of_older_runs_may_have_become_constants(tmp_path):

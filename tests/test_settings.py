@@ -34,8 +34,10 @@ BASELINE = (
     "VOCAB_SIZE=1024 NUM_LAYERS=9 NUM_KV_HEADS=4 MODEL_DIM=512 NUM_HEADS=8 MLP_MULT=2 "
     "ROPE_BASE=10000.0 LOGIT_SOFTCAP=30.0 TIED_EMBED_LR=0.05 TIED_EMBED_INIT_STD=0.005 "
     "MATRIX_LR=0.04 SCALAR_LR=0.04 MUON_MOMENTUM=0.95 MUON_BACKEND_STEPS=5 "
-    "MUON_MOMENTUM_WARMUP_START=0.85 BETA1=0.9 ADAM_EPS=1e-8 GRAD_CLIP_NORM=0.0"
+    "MUON_MOMENTUM_WARMUP_START=0.85 BETA1=0.9 ADAM_EPS=1e-8 GRAD_CLIP_NORM=0.0 "
+    "TRAIN_LOG_EVERY=50 VAL_BATCH_SIZE=524288"
 )
+RECORD = "RECUR_LAYERS=4,5 RECUR_START_STEP=3000 PARALLEL_START_LAYER=7"  # of 2026-04-04_SP4096
 SEED = (  # the command of the script that ours grew from
     "ARCH_MODE=D VOCAB_SIZE=1024 DATA_PATH=d TOKENIZER_PATH=t.model VAL_LOSS_EVERY=9999 SEED=42 "
     "ITERATIONS=2200 WARMDOWN_ITERS=400"
@@ -179,7 +181,26 @@ def test_values_and_the_settings_of_others_are_accepted(command):
             assert type(value) is kind
             assert value == kind(int(text) if kind is bool else text)
         else:
-            assert name in T.OTHER_NAMES
+            assert name in {*T.OTHER_NAMES, *T.HARMLESS_NAMES}
+
+
+def test_names_that_change_no_result_are_said_to_be_unused(capsys):
+    assert load({"LOG_INTERVAL": "1"}) == T.Settings()
+    note = "note: LOG_INTERVAL='1' is not used: it changes no result\n"
+    assert capsys.readouterr() == ("", note)
+
+
+def test_what_other_records_have_and_we_have_not_is_no_silence():
+    for pair in RECORD.split():
+        name, text = pair.split("=")
+        assert refused(T, {name: text}).startswith(
+            f"{name}='{text}': no setting of this script, in"
+        )
+
+
+def test_a_seed_is_one_that_every_generator_takes():
+    assert load({"SEED": "2147483647"}).seed == 2**31 - 1
+    assert "must be a whole number from 0 to 2147483647" in refused(T, {"SEED": str(2**31)})
 
 
 # ------------------------------------------------------------------------------------------ configs
@@ -325,7 +346,7 @@ def test_names_of_others_lead_to_settings_or_constants():
     assert texts <= EVERY | T.OTHER_NAMES.keys() and T.OUR_SETTINGS == EVERY
 
 
-# Constants of the script that are written otherwise, or that nothing here has.
+# Constants of the script that are written otherwise.
 CONSTANTS = dict(
     BETA1=T.ADAM_BETAS[0],
     BETA2=T.ADAM_BETAS[1],
@@ -333,7 +354,14 @@ CONSTANTS = dict(
     TIED_EMBED_INIT_STD=T.GPTConfig.embed_init_std,
     MUON_BACKEND_STEPS=T.NEWTON_SCHULZ_STEPS,
     MUON_MOMENTUM_WARMUP_START=T.MUON_MOMENTUM_START,
-    **dict.fromkeys("ADAM_WD DROPOUT XSA_LAST_N GPTQ_CALIBRATION_BATCHES".split(), 0),
+    TTT_EPOCHS=1,
+)
+# Nothing here has them.
+CONSTANTS |= dict.fromkeys(
+    "ADAM_WD CASEOPS_ENABLED DROPOUT GATED_ATTN_ENABLED GPTQ_CALIBRATION_BATCHES LN_SCALE MTP_NUM_HEADS "
+    "NUM_LOOPS PARALLEL_START_LAYER PHASED_TTT_ENABLED RECUR_LAYERS RECUR_START_STEP SMEAR_GATE_ENABLED "
+    "SPARSE_ATTN_GATE_ENABLED VE_ENABLED XSA_LAST_N".split(),
+    0,
 )
 
 
@@ -420,7 +448,8 @@ def test_a_node_that_does_not_see_the_folder_ends_the_run_before_it_trains(tmp_p
     """Otherwise its ranks would find no artifact to score, when all has been trained."""
     monkeypatch.setattr(T, "FOLDER_SECONDS", 1)
     settings = replace(T.Settings(), run_id="x", out_dir=str(tmp_path))
-    run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), False), None, None, {})
+    monkeypatch.setattr(T.Runtime, "agree", lambda self, value: value)
+    run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), True), None, None, {})
     refusal(T.UserError, "OUT_DIR=.*rank 1 does not see .* all nodes share", run.open)
     open_run(run_id="x", out_dir=str(tmp_path))
     assert run.open() is None

@@ -63,7 +63,7 @@ TEXT_KEYS = (
 # Events that a record's run may have: a masked step, optional work that the clock left no time
 # for, a full disk. The first three are events of scripts before the rewrite.
 EVENTS = (
-    "skip rewind gptq_left_out skipped_step weights_left_out gptq_out_of_time save_failed"
+    "skip learned_by_heart rewind gptq_left_out skipped_step weights_left_out gptq_out_of_time save_failed"
 ).split()
 # Integers in an artifact that belong to the coder of all codes.
 CODER_STREAMS = ("lane_states", "tables", "sizes", "escapes")
