@@ -7882,11 +7882,6 @@ class GRPOTrainer(PolicyTrainer):
         self.teacher = teacher
         require_part(self.settings, "environment", environment)
         require_part(self.settings, "teacher", teacher)
-        self.update_sums = [*UPDATE_SUMS]
-        if self.settings.kl_beta:
-            self.update_sums.append("kl")
-        if teacher is not None:
-            self.update_sums.append("teacher_kl")
 
     def sample(self, queries, count, temperature, seeds, qat=False):
         """Return `count` Answers to each query, query by query; seeds: a tuple of numbers for each.
@@ -8068,7 +8063,10 @@ class GRPOTrainer(PolicyTrainer):
             tokens = sum(answer.length() for answer in answers)
             total = samples, runtime.sum(torch.tensor(tokens, device=runtime.device)), tokens
             torch._foreach_zero_([param.grad for param in self.trained.values()])
-            sums = {name: torch.zeros((), device=runtime.device) for name in self.update_sums}
+            names = [*UPDATE_SUMS, "kl"] if settings.kl_beta else UPDATE_SUMS
+            if self.teacher is not None:
+                names = [*names, "teacher_kl"]
+            sums = {name: torch.zeros((), device=runtime.device) for name in names}
             with self.weights(qat):
                 for batch in batches:
                     logps, entropy = token_logps(

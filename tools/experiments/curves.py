@@ -1,13 +1,12 @@
-"""Draw the README's picture: training loss against seconds, from logs of committed records.
+"""Draw the README's picture: validation loss against seconds, from logs of committed records.
 
     python tools/experiments/curves.py                    # writes docs/img/curves.png
     python tools/experiments/curves.py --out curves.png   # another file (the name's end decides: .png, .svg)
 
-All curves come from records of track_cpu_3min that ran on the same machine (two cores with AMX): 180 s
-each, one text, one tokenizer. A thin line is one seed, the thick line their mean, and a dot at the
-right end the validation loss of the model read back from its artifact. A log has the losses of
-steps 1 to 5 and of every 50th step, each of one batch, so the thin lines are noisy. Needs
-matplotlib.
+All curves come from records of track_cpu_10min, which ran in turn on one machine (two cores): 600 s
+each, one text. They are in bits per byte, because the records have different tokenizers. A thin
+line is one seed, the thick line their mean, and a dot the model read back from its artifact. A log
+has the validation of every 400th step. Needs matplotlib.
 """
 
 import argparse
@@ -19,34 +18,41 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = ROOT / "records" / "track_cpu_3min"
+RECORDS = ROOT / "records" / "track_cpu_10min"
 # Record -> its label and color.
 CURVES = {
-    "2026-11-22_NanoGPT": ("nanoGPT's recipe", "tab:gray"),
-    "2026-11-22_Baseline": ("Parameter Golf's baseline", "tab:blue"),
-    "2026-11-22_Bigrams": ("our record Bigrams", "tab:red"),
+    "2026-11-28_Start": ("Parameter Golf's baseline", "tab:gray"),
+    "2026-11-28_Windows1024": ("our hybrid of two layers", "tab:blue"),
+    "2026-11-28_FourLayers": ("of four layers", "tab:red"),
 }
 
 
 @dataclass
 class Curve:
-    """The training losses of one run, and its validation loss."""
+    """The validation losses of one run while it trained, and that of its artifact."""
 
     seconds: np.ndarray
     losses: np.ndarray
-    val_loss: float
+    train_seconds: float
+    val_bpb: float
 
 
 def read_curve(log: Path) -> Curve:
-    """Return the curve of a run from its log. Raises SystemExit if the log has no step lines."""
+    """Return the curve of a run from its log. Raises SystemExit if the log has no validations.
+
+    The line of a validation has no time: it is between those of the steps beside it.
+    """
     text = log.read_text(encoding="utf-8")
-    steps = re.findall(r"^step:\d+/.* train_loss:([\d.]+) .*train_time:(\d+)ms", text, re.MULTILINE)
-    points = [(int(ms) / 1000, float(loss)) for loss, ms in steps]
-    val_loss = re.findall(r"^val_loss: ([\d.]+)$", text, re.MULTILINE)
-    if not points or not val_loss:
-        raise SystemExit(f"error: {log}: no step lines or no val_loss")
-    seconds, losses = np.array(points).T
-    return Curve(seconds, losses, float(val_loss[-1]))
+    timed = re.findall(r"^step:(\d+)/.* train_time:(\d+)ms", text, re.MULTILINE)
+    scored = re.findall(r"^step:(\d+)/.* val_bpb:([\d.]+)$", text, re.MULTILINE)
+    final = re.findall(r"^val_bpb: ([\d.]+)$", text, re.MULTILINE)
+    if not timed or not scored or not final:
+        raise SystemExit(f"error: {log}: must have steps, validations and a val_bpb")
+    steps, milliseconds = np.array(timed, dtype=float).T
+    scored_steps, losses = np.array(scored, dtype=float).T
+    is_trained = (scored_steps > 0) & (scored_steps <= steps[-1])
+    seconds = np.interp(scored_steps[is_trained], steps, milliseconds / 1000)
+    return Curve(seconds, losses[is_trained], milliseconds[-1] / 1000, float(final[-1]))
 
 
 def mean_curve(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
@@ -68,13 +74,14 @@ def draw(path: Path) -> None:
         curves = [read_curve(log) for log in sorted((RECORDS / record).glob("seed_*.txt"))]
         for curve in curves:
             axes.plot(curve.seconds, curve.losses, color=color, linewidth=0.7, alpha=0.35)
-        final = float(np.mean([curve.val_loss for curve in curves]))
-        axes.plot(*mean_curve(curves), color=color, linewidth=2, label=f"{label}: {final:.2f}")
-        axes.plot(180, final, "o", color=color, markersize=6, clip_on=False)
-    axes.set(xlim=(0, 180), ylim=(1.8, 7), xlabel="seconds of training on 2 CPU cores with AMX")
-    axes.set_ylabel("training loss, nats per token")
+        final = float(np.mean([curve.val_bpb for curve in curves]))
+        end = float(np.mean([curve.train_seconds for curve in curves]))
+        axes.plot(*mean_curve(curves), color=color, linewidth=2, label=f"{label}: {final:.3f}")
+        axes.plot(end, final, "o", color=color, markersize=6, clip_on=False)
+    axes.set(xlim=(0, 600), ylim=(0.95, 1.6), xlabel="seconds of training on 2 CPU cores")
+    axes.set_ylabel("validation, bits per byte")
     axes.grid(alpha=0.25)
-    axes.legend(title="mean of 3 seeds, and validation loss (dot)", frameon=False)
+    axes.legend(title="mean of 3 seeds; dot: read back from the artifact", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without a software version in it, the file does not change from one machine to the next.
     figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
