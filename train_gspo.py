@@ -1468,10 +1468,15 @@ def chat_text(tokenizer, turns, ask):
 
 
 # === shared: stops ===
+def stop_texts(tokenizer):
+    """Return the texts of the tokens that end an answer in an imported model's template."""
+    facts = tokenizer.facts
+    return [text for text, i in facts["added"].items() if i in facts["stop"]]
+
+
 def stop_pattern(tokenizer):
     """Return the regular expression of the texts that end an answer in an imported model's template."""
-    facts = tokenizer.facts
-    stops = [re.escape(text) for text, i in facts["added"].items() if i in facts["stop"]]
+    stops = map(re.escape, stop_texts(tokenizer))
     return re.compile("|".join(stops))
 
 
@@ -1552,24 +1557,47 @@ def listed_files(name, text):
     return [*files]
 
 
+def zstd_parts(file):
+    """Yield the unpacked bytes of a zstd file, in parts. Raises EOFError if it ends too early."""
+    decompressor = zstandard.ZstdDecompressor()
+    frame = None
+    # Each read unpacks to at most 32,768 times its size.
+    while packed := file.read(4096):
+        while packed:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(packed)
+            packed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame:
+        raise EOFError("the file ends before its zstd frame does")
+
+
 def read_file(path):
     """Return the bytes of a file, decompressed if its name ends in .zst or .gz. Raises UserError."""
+    name = path.lower()
+    content = []
     try:
         with open(path, "rb") as file:
             most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
-            if path.endswith(".zst"):
-                decompressor = zstandard.ZstdDecompressor()
-                stream = decompressor.stream_reader(file, read_across_frames=True)
-            elif path.endswith(".gz"):
+            if name.endswith(".zst"):
+                parts = zstd_parts(file)
+            elif name.endswith(".gz"):
                 stream = gzip.GzipFile(fileobj=file)
+                parts = iter(functools.partial(stream.read, 1 << 20), b"")
             else:
                 return file.read()
-            content = stream.read(most + 1)
+            room = most
+            for part in parts:
+                content.append(part)
+                room -= len(part)
+                if room < 0:
+                    raise UserError(
+                        f"{path}: unpacks to more than {most} bytes; must be less, or not packed"
+                    )
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
-    if len(content) > most:
-        raise UserError(f"{path}: unpacks to more than {most} bytes; must be less, or not packed")
-    return content
+    return b"".join(content)
 
 
 def parse_line(line):
@@ -1585,12 +1613,15 @@ def parse_line(line):
 def without_nulls(value):
     """Return a value of a table without null fields: a struct there has the fields of all of them.
 
-    Dates and the like are texts.
+    Dates and the like are texts. So is binary; if it is no UTF-8, the text is no Unicode, and a row
+    that needs it is left out, see checked_text.
     """
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")
     is_json = value is None or isinstance(value, int | float | str)
     return value if is_json else str(value)
 
@@ -1615,7 +1646,7 @@ def file_rows(path):
         raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
-    if path.endswith(".parquet"):
+    if path.lower().endswith(".parquet"):
         return table_rows(path)
     # Some editors put a mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
@@ -1681,6 +1712,7 @@ ROLES = {
     **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
+CONTENTS = ("content", "value", "tool_calls")  # fields of a message with what it says
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
 LOSSES = (
@@ -1699,8 +1731,43 @@ def checked_text(text):
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RowError("half a surrogate pair, which is no Unicode") from None
+        raise RowError("no Unicode: half a surrogate pair, or bytes that are no UTF-8") from None
     return text
+
+
+def is_blank(value):
+    """Return whether a field's value is white space, or an empty list."""
+    return value == [] or (isinstance(value, str) and not value.strip())
+
+
+def is_message(value):
+    """Return whether a JSON value is a message, in OpenAI's form or ShareGPT's."""
+    names = {*value} if isinstance(value, dict) else set()
+    return not names.isdisjoint(("role", "from")) and not names.isdisjoint(CONTENTS)
+
+
+def parsed_messages(text):
+    """Return the messages that a text has as JSON, or else the text."""
+    if text.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(text)
+            if value and all(map(is_message, value)):
+                return value
+    return text
+
+
+def given_fields(row):
+    """Return the fields of a row that are not null. Messages that are written as JSON text are parsed.
+
+    `text` is not: it is a document.
+    """
+    given = {}
+    for name, value in row.items():
+        if isinstance(value, str) and name != "text":
+            value = parsed_messages(value)
+        if value is not None:
+            given[name] = value
+    return given
 
 
 def text_of(row, *names):
@@ -1741,6 +1808,18 @@ def json_text(value):
 def is_false(flag):
     """Return whether a flag of a row is 0 or false, or a text that says so."""
     return str(flag).lower() in ("0", "0.0", "false")
+
+
+def kto_flags(row):
+    """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
+
+    0 and 1 say so beside `completion` alone, as TRL has it. Elsewhere they may be a class.
+    """
+    words = {"true": True, "false": False}
+    if "completion" in row:
+        words |= {"1": True, "1.0": True, "0": False, "0.0": False}
+    flags = {name: words.get(str(row.get(name)).lower()) for name in ("label", "kto_tag")}
+    return {name: flag for name, flag in flags.items() if flag is not None}
 
 
 def is_unlearned(fields):
@@ -1856,7 +1935,7 @@ def message_turn(message, notes):
         fields["train"] = False
     elif given.get("weight", 1) != 1:
         notes.add(("not used", "weight"))
-    read = ("role", "from", "content", "value", "weight", "train", "loss", "function_call")
+    read = ("role", "from", *CONTENTS, "weight", "train", "loss", "function_call")
     fields |= {name: value for name, value in given.items() if name not in (*read, *fields)}
     text = own_text(content, thoughts, calls)
     return (role, text, {"content": content, **fields}) if fields else (role, text)
@@ -1899,10 +1978,10 @@ def leading_turns(row, turns):
             turns = turns if turns[:1] == [turn] else [turn, *turns]
             break
     for name in ("tools", "functions"):
-        if row.get(name):
-            tools = parsed_list(row, name)
-            if name == "functions":
-                tools = [{"type": "function", "function": tool} for tool in tools]
+        tools = parsed_list(row, name) if row.get(name) else []
+        if name == "functions":
+            tools = [{"type": "function", "function": tool} for tool in tools]
+        if tools:
             return [tools_turn(tools), *turns]
     return turns
 
@@ -1930,9 +2009,12 @@ def question_turns(row, notes):
     """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
 
     The question is messages, or a text. To that of `instruction` (Alpaca, Dolly) or `question` (SQuAD)
-    belong the texts of `input` and `context`; a `prompt` is whole.
+    belong the texts of `input` and `context`; a `prompt` is whole. A blank field is no question where
+    another one is filled.
     """
-    question = next((name for name in QUESTIONS if name in row), "prompt")
+    names = [name for name in QUESTIONS if name in row]
+    filled = [name for name in names if not is_blank(row[name])]
+    question = [*filled, *names, "prompt"][0]
     turns = field_turns(row, "<|user|>", notes, question)
     used = [question, "history"]
     is_part = question in ("instruction", "question", "input")
@@ -2025,11 +2107,28 @@ def templated_turns(tokenizer, turns):
     return written[0]
 
 
+def note_rendered(tokenizer, turns, notes):
+    """Add to notes texts and questions that a chat template has written already: they have its tokens.
+
+    Those that end an answer tell: they end questions, too, or begin the whole text.
+    """
+    pattern = stop_pattern(tokenizer)
+    for role, text, *_ in turns:
+        if role == "<|assistant|>" or not pattern.search(text):
+            continue
+        name = f"a turn of the {role.strip('<|>')} (rendered again)"
+        if not role:
+            name = "text (read as plain characters)"
+        notes.add(("already has chat tokens, should be messages", name))
+
+
 def fitted_turns(tokenizer, turns, notes):
     """Return turns in the form that the tokenizer's layout has; notes get the fields that it lacks.
 
     Raises UserError where a chat template refuses the conversation.
     """
+    if "template" in tokenizer.facts:
+        note_rendered(tokenizer, turns, notes)
     fields = {}
     for _, _, *more in turns:
         fields |= dict(*more)
@@ -2112,8 +2211,8 @@ def completion(tokenizer, prompt, ids):
 
 # === end: text ===
 # === shared: questions ===
-KEYS = ("answer", "solution", "ground_truth", "reference_answer")
-KEYS += ("completion", "response", "output", "continuation")
+REFERENCES = ("answer", "solution", "ground_truth", "reference_answer")
+KEYS = (*REFERENCES, "completion", "response", "output", "continuation")
 # Columns that may be meant for the prompt; others are for the reward functions alone.
 PROMPT_PARTS = ("input", "context", "documents", "chat_template_kwargs")
 
@@ -2126,10 +2225,10 @@ def problem_of(row, notes):
     and `tools` stay columns, see query_turns. notes get (kind, name) of what is not used. Raises
     RowError.
     """
-    given = {name: value for name, value in row.items() if value is not None}
-    key = next((name for name in KEYS if name in given), None)
-    if key == "completion" and is_false(given.get("label")):
-        key = None  # of KTO: a wrong answer
+    given = given_fields(row)
+    is_wrong = False in kto_flags(given).values()
+    keys = REFERENCES if is_wrong else KEYS
+    key = next((name for name in keys if name in given), None)
     answer = key and answer_of(given, key, notes)
     turns, used = question_turns(given, notes)
     for name in PROMPT_PARTS:
@@ -2137,7 +2236,8 @@ def problem_of(row, notes):
             notes.add(("not in the prompt", name))
     if turns and turns[-1][0] == "<|assistant|>" and used[0] in CONVERSATIONS:
         *turns, (_, text, *_) = turns
-        answer = answer or text
+        if not is_wrong:
+            answer = answer or text
     if not turns or turns[-1][0] != "<|user|>":
         raise RowError(f"field {used[0]!r} does not end with a user's message")
     if not turns[-1][1].strip():

@@ -1451,10 +1451,15 @@ def chat_text(tokenizer, turns, ask):
 
 
 # === shared: stops ===
+def stop_texts(tokenizer):
+    """Return the texts of the tokens that end an answer in an imported model's template."""
+    facts = tokenizer.facts
+    return [text for text, i in facts["added"].items() if i in facts["stop"]]
+
+
 def stop_pattern(tokenizer):
     """Return the regular expression of the texts that end an answer in an imported model's template."""
-    facts = tokenizer.facts
-    stops = [re.escape(text) for text, i in facts["added"].items() if i in facts["stop"]]
+    stops = map(re.escape, stop_texts(tokenizer))
     return re.compile("|".join(stops))
 
 
@@ -1535,24 +1540,47 @@ def listed_files(name, text):
     return [*files]
 
 
+def zstd_parts(file):
+    """Yield the unpacked bytes of a zstd file, in parts. Raises EOFError if it ends too early."""
+    decompressor = zstandard.ZstdDecompressor()
+    frame = None
+    # Each read unpacks to at most 32,768 times its size.
+    while packed := file.read(4096):
+        while packed:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(packed)
+            packed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame:
+        raise EOFError("the file ends before its zstd frame does")
+
+
 def read_file(path):
     """Return the bytes of a file, decompressed if its name ends in .zst or .gz. Raises UserError."""
+    name = path.lower()
+    content = []
     try:
         with open(path, "rb") as file:
             most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
-            if path.endswith(".zst"):
-                decompressor = zstandard.ZstdDecompressor()
-                stream = decompressor.stream_reader(file, read_across_frames=True)
-            elif path.endswith(".gz"):
+            if name.endswith(".zst"):
+                parts = zstd_parts(file)
+            elif name.endswith(".gz"):
                 stream = gzip.GzipFile(fileobj=file)
+                parts = iter(functools.partial(stream.read, 1 << 20), b"")
             else:
                 return file.read()
-            content = stream.read(most + 1)
+            room = most
+            for part in parts:
+                content.append(part)
+                room -= len(part)
+                if room < 0:
+                    raise UserError(
+                        f"{path}: unpacks to more than {most} bytes; must be less, or not packed"
+                    )
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
-    if len(content) > most:
-        raise UserError(f"{path}: unpacks to more than {most} bytes; must be less, or not packed")
-    return content
+    return b"".join(content)
 
 
 def parse_line(line):
@@ -1568,12 +1596,15 @@ def parse_line(line):
 def without_nulls(value):
     """Return a value of a table without null fields: a struct there has the fields of all of them.
 
-    Dates and the like are texts.
+    Dates and the like are texts. So is binary; if it is no UTF-8, the text is no Unicode, and a row
+    that needs it is left out, see checked_text.
     """
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")
     is_json = value is None or isinstance(value, int | float | str)
     return value if is_json else str(value)
 
@@ -1598,7 +1629,7 @@ def file_rows(path):
         raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
-    if path.endswith(".parquet"):
+    if path.lower().endswith(".parquet"):
         return table_rows(path)
     # Some editors put a mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
@@ -1664,6 +1695,7 @@ ROLES = {
     **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
+CONTENTS = ("content", "value", "tool_calls")  # fields of a message with what it says
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
 LOSSES = (
@@ -1682,8 +1714,43 @@ def checked_text(text):
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RowError("half a surrogate pair, which is no Unicode") from None
+        raise RowError("no Unicode: half a surrogate pair, or bytes that are no UTF-8") from None
     return text
+
+
+def is_blank(value):
+    """Return whether a field's value is white space, or an empty list."""
+    return value == [] or (isinstance(value, str) and not value.strip())
+
+
+def is_message(value):
+    """Return whether a JSON value is a message, in OpenAI's form or ShareGPT's."""
+    names = {*value} if isinstance(value, dict) else set()
+    return not names.isdisjoint(("role", "from")) and not names.isdisjoint(CONTENTS)
+
+
+def parsed_messages(text):
+    """Return the messages that a text has as JSON, or else the text."""
+    if text.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(text)
+            if value and all(map(is_message, value)):
+                return value
+    return text
+
+
+def given_fields(row):
+    """Return the fields of a row that are not null. Messages that are written as JSON text are parsed.
+
+    `text` is not: it is a document.
+    """
+    given = {}
+    for name, value in row.items():
+        if isinstance(value, str) and name != "text":
+            value = parsed_messages(value)
+        if value is not None:
+            given[name] = value
+    return given
 
 
 def text_of(row, *names):
@@ -1724,6 +1791,18 @@ def json_text(value):
 def is_false(flag):
     """Return whether a flag of a row is 0 or false, or a text that says so."""
     return str(flag).lower() in ("0", "0.0", "false")
+
+
+def kto_flags(row):
+    """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
+
+    0 and 1 say so beside `completion` alone, as TRL has it. Elsewhere they may be a class.
+    """
+    words = {"true": True, "false": False}
+    if "completion" in row:
+        words |= {"1": True, "1.0": True, "0": False, "0.0": False}
+    flags = {name: words.get(str(row.get(name)).lower()) for name in ("label", "kto_tag")}
+    return {name: flag for name, flag in flags.items() if flag is not None}
 
 
 def is_unlearned(fields):
@@ -1839,7 +1918,7 @@ def message_turn(message, notes):
         fields["train"] = False
     elif given.get("weight", 1) != 1:
         notes.add(("not used", "weight"))
-    read = ("role", "from", "content", "value", "weight", "train", "loss", "function_call")
+    read = ("role", "from", *CONTENTS, "weight", "train", "loss", "function_call")
     fields |= {name: value for name, value in given.items() if name not in (*read, *fields)}
     text = own_text(content, thoughts, calls)
     return (role, text, {"content": content, **fields}) if fields else (role, text)
@@ -1882,10 +1961,10 @@ def leading_turns(row, turns):
             turns = turns if turns[:1] == [turn] else [turn, *turns]
             break
     for name in ("tools", "functions"):
-        if row.get(name):
-            tools = parsed_list(row, name)
-            if name == "functions":
-                tools = [{"type": "function", "function": tool} for tool in tools]
+        tools = parsed_list(row, name) if row.get(name) else []
+        if name == "functions":
+            tools = [{"type": "function", "function": tool} for tool in tools]
+        if tools:
             return [tools_turn(tools), *turns]
     return turns
 
@@ -1913,9 +1992,12 @@ def question_turns(row, notes):
     """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
 
     The question is messages, or a text. To that of `instruction` (Alpaca, Dolly) or `question` (SQuAD)
-    belong the texts of `input` and `context`; a `prompt` is whole.
+    belong the texts of `input` and `context`; a `prompt` is whole. A blank field is no question where
+    another one is filled.
     """
-    question = next((name for name in QUESTIONS if name in row), "prompt")
+    names = [name for name in QUESTIONS if name in row]
+    filled = [name for name in names if not is_blank(row[name])]
+    question = [*filled, *names, "prompt"][0]
     turns = field_turns(row, "<|user|>", notes, question)
     used = [question, "history"]
     is_part = question in ("instruction", "question", "input")
@@ -2008,11 +2090,28 @@ def templated_turns(tokenizer, turns):
     return written[0]
 
 
+def note_rendered(tokenizer, turns, notes):
+    """Add to notes texts and questions that a chat template has written already: they have its tokens.
+
+    Those that end an answer tell: they end questions, too, or begin the whole text.
+    """
+    pattern = stop_pattern(tokenizer)
+    for role, text, *_ in turns:
+        if role == "<|assistant|>" or not pattern.search(text):
+            continue
+        name = f"a turn of the {role.strip('<|>')} (rendered again)"
+        if not role:
+            name = "text (read as plain characters)"
+        notes.add(("already has chat tokens, should be messages", name))
+
+
 def fitted_turns(tokenizer, turns, notes):
     """Return turns in the form that the tokenizer's layout has; notes get the fields that it lacks.
 
     Raises UserError where a chat template refuses the conversation.
     """
+    if "template" in tokenizer.facts:
+        note_rendered(tokenizer, turns, notes)
     fields = {}
     for _, _, *more in turns:
         fields |= dict(*more)
@@ -2078,8 +2177,6 @@ def refuse_unlearned(row):
     """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
     if is_unlearned(row):
         raise RowError("weight 0, or train or loss false")
-    if "completion" in row and is_false(row.get("label")):  # of KTO
-        raise RowError("label false: an answer that is not to be learned")
     if "completions" in row and "labels" in row:
         raise RowError("completions with labels (process supervision), which no script reads")
 
@@ -2120,8 +2217,13 @@ def answered_text(tokenizer, turns):
     prompt = chat_text(tokenizer, turns[:-1], True)
     text = chat_text(tokenizer, turns, False)
     stop = stop_pattern(tokenizer).search(text, len(prompt))
-    if stop is None or not text.startswith(prompt):
+    if not text.startswith(prompt):
         raise RowError("the chat template does not write the answer as the model would")
+    if stop is None:
+        raise RowError(
+            "the chat template writes none of the tokens that end an answer behind it: "
+            f"{' '.join(stop_texts(tokenizer)):.80}"
+        )
     check_answer(tokenizer, turns, text)
     return text[: stop.end()], len(prompt)
 
@@ -2134,11 +2236,6 @@ def read_rows(path, parse, log):
 # === end: chat ===
 # === shared: conversations ===
 ANSWERS = ("completion", "response", "output", "solution", "answer", "continuation")
-
-
-def is_true(flag):
-    """Return whether a flag of a row is 1 or true, or a text that says so."""
-    return str(flag).lower() in ("1", "1.0", "true")
 
 
 def as_context(turn):
@@ -2155,8 +2252,12 @@ def row_turns(row, notes):
     The assistant has a turn, and none of its turns is empty. Fields that are null are as good as
     absent; notes get (kind, name) of those that are not used. Raises RowError.
     """
-    row = {name: value for name, value in row.items() if value is not None}
+    row = given_fields(row)
     refuse_unlearned(row)
+    flags = kto_flags(row)
+    for flag, is_good in flags.items():
+        if not is_good:
+            raise RowError(f"{flag} false: an answer that is not to be learned")
     listed = next((name for name in CONVERSATIONS if name in row), None)
     answer = next((name for name in ANSWERS if name in row), None)
     has_question = not {*QUESTIONS}.isdisjoint(row)
@@ -2177,13 +2278,12 @@ def row_turns(row, notes):
             turns = [as_context(turn) for turn in turns]
         turns += field_turns(row, "<|assistant|>", notes, *ANSWERS)
         used.append(answer)
-        if answer == "completion" and is_true(row.get("label")):  # of KTO
-            used.append("label")
     else:
         raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
     if name != "text":
         turns = leading_turns(row, turns)
         used += ["system", "system_prompt", "tools", "functions"]
+    used += flags
     note_fields(row, used, "", notes)
     check_turns(turns, notes)
     return name, turns

@@ -9,6 +9,8 @@ import re
 import signal
 import sys
 import time
+import tracemalloc
+from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -123,6 +125,35 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
     ('{"context": "u", "continuation": "a"}', "uu|aa", ""),
     ('{"text": "u", "label": 0}', "u", "not used: label"),
     ('{"prompt": "u", "completion": "a", "label": ["a/b"]}', "uu|aa", "not used: label"),
+    ('{"instruction": "u", "output": "a", "label": 0}', "uu|aa", "not used: label"),
+    ('{"instruction": "u", "output": "a", "kto_tag": "True"}', "uu|aa", ""),
+    (
+        '{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "u"}, '
+        '{"role": "assistant", "content": "b"}], "label": true, "tools": "[]"}',
+        "aa|uu|ab",
+        "not learned: no turn before the first answer",
+    ),
+    (
+        '{"prompt": " ", "instruction": "u", "input": "x", "output": "a"}',
+        "uu\n\nx|aa",
+        "columns not read: prompt",
+    ),
+    ('{"prompt": "", "query": "u", "context": "", "output": "a"}', "uu|aa", ""),
+    (
+        json.dumps(
+            {
+                "prompt": json.dumps([said("s", "system"), said("u", "user")]),
+                "completion": f" {json.dumps([said('a')])}",
+            }
+        ),
+        "ss|uu|aa",
+        "",
+    ),
+    (
+        r'{"prompt": "[1, {}]", "output": "[{\"from\": \"x\", \"to\": \"y\"}]"}',
+        r'u[1, {}]|a[{"from": "x", "to": "y"}]',
+        "",
+    ),
 ]
 
 
@@ -216,6 +247,73 @@ def test_rows_become_pairs(line, before):
     assert [chosen[1].strip(), rejected[1].strip()] == ["c", "r"]
 
 
+BESIDE = [  # a text beside turns before both answers; the turns of the pair; whether the text is named
+    ("u", [said("s", "system"), said("u", "user")], "ss|uu", False),
+    ("v", [said("u", "user"), said("a"), said("v", "user")], "uu|aa|uv", False),
+    ("u \n", [said("u", "user")], "uu", False),
+    ("", [said("u", "user")], "uu", False),
+    ("other", [said("u", "user")], "uu", True),
+    ("u", [said("a"), said("v", "user")], "uu|aa|uv", False),  # what follows the text
+]
+
+
+@pytest.mark.parametrize(("text", "turns", "before", "is_named"), BESIDE)
+def test_whole_conversations_have_their_question(text, turns, before, is_named):
+    """A text beside them adds no turn, as in TRL; the log names it if they lack it."""
+    chosen = json.dumps([*turns, said("c")])
+    notes = set()
+    row = {"prompt": text, "chosen": chosen, "rejected": [*turns, said("r")]}
+    _, (asked, *answers) = D.row_pair(row, notes)
+    assert written(asked) == before and [text for _, text, *_ in answers] == ["c", "r"]
+    name = "a question that is no turn of chosen and rejected"
+    assert notes == ({("not used", name)} if is_named else set())
+
+
+CHATML = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FACTS = {"template": CHATML, "names": {}, "added": {"<|im_end|>": 261}, "stop": [261]}
+TEMPLATED = replace(BYTES, facts=FACTS, encode_marked=BYTES.encode, roles={})
+RENDERED = "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("calls", ["[]", False, []])
+def test_calls_that_are_none(calls):
+    talk = [said("u", "user"), {**said("a"), "tool_calls": calls}]
+    notes = set()
+    _, row = F.parse_row({"messages": talk}, notes, TEMPLATED, F.Settings())
+    assert text_of(row.ids) == f"{RENDERED}a<|im_end|>" and notes == set()
+
+
+def test_rows_that_a_template_has_written_already_are_named():
+    """Not an answer with the token that ends it, nor a text with another added token."""
+    notes = set()
+    F.parse_row({"text": RENDERED}, notes, TEMPLATED, F.Settings())
+    D.parse_pair(
+        {"prompt": RENDERED, "chosen": "c", "rejected": "r"},
+        notes,
+        TEMPLATED,
+        D.Settings(init_from="x", train_seq_len=256),
+    )
+    names = "text (read as plain characters)", "a turn of the user (rendered again)"
+    assert notes == {("already has chat tokens, should be messages", name) for name in names}
+    notes = set()
+    for row in ({"prompt": "<think>", "completion": "a<|im_end|>"}, {"text": "<|im_start|>"}):
+        F.parse_row(row, notes, TEMPLATED, F.Settings())
+    assert notes == set()
+
+
+def test_an_answer_without_an_end_is_refused_by_the_ends_that_there_are():
+    facts = {**FACTS, "added": {"<|end|>": 1, "<|im_end|>": 2}, "stop": [1]}
+    tokenizer = replace(TEMPLATED, facts=facts)
+    turns = [("<|user|>", "u"), ("<|assistant|>", "a")]
+    said_so = r"writes none of the tokens that end an answer behind it: <\|end\|>$"
+    refusal(F.RowError, said_so, F.answered_text, tokenizer, turns)
+
+
 def leaves(value, name=""):
     """Yield the innermost fields' names and texts of a row."""
     if isinstance(value, dict):
@@ -229,15 +327,17 @@ def leaves(value, name=""):
 
 
 def test_mutated_rows_are_read_whole_or_left_out():
-    """Each text of a row that is used stands in its ids, or the log names its field."""
+    """Each text of a row that is used stands in its ids, or the log names its field. A template ends no run."""
     names = "tools system history images weight train label loss tool_calls thinking content name"
-    unwritten = {*"role from type id tools messages arguments conversations label".split()}
+    unwritten = {*"role from type id tools messages arguments conversations label kto_tag".split()}
     used = 0
-    for seed in range(150):
+    for seed in range(1000):
         rng = random.Random(seed)
         line, *_ = rng.choice(ROWS + PREFERENCES[:6])
         row = json.loads(line)
-        row[rng.choice(names.split())] = rng.choice(ODD)
+        messages = row.get("messages")
+        places = [row, *messages] if isinstance(messages, list) else [row]
+        rng.choice(places)[rng.choice(names.split())] = rng.choice([*ODD, False, "[]"])
         row = mutated(row, rng)
         if not isinstance(row, dict):
             continue
@@ -245,8 +345,10 @@ def test_mutated_rows_are_read_whole_or_left_out():
         if "chosen" in row:
             module, parse, changes = D, D.parse_pair, dict(init_from="x")
         settings = module.Settings(train_seq_len=2048, **changes)
-        parse = functools.partial(parse, tokenizer=BYTES, settings=settings)
         line = json.dumps(row).encode()
+        templated = functools.partial(parse, tokenizer=TEMPLATED, settings=settings)
+        module.parse_rows("x", [line], templated)
+        parse = functools.partial(parse, tokenizer=BYTES, settings=settings)
         log = []
         try:
             [item] = module.finish_rows(*module.parse_rows("x", [line], parse), log.append)
@@ -258,8 +360,8 @@ def test_mutated_rows_are_read_whole_or_left_out():
         text = text_of(torch.cat(ids))
         named = {*re.findall(r"\w+", str(log[0]))}
         for name, value in leaves({key: row[key] for key in row.keys() - named}):
-            is_call = value.startswith("{")
-            assert name in unwritten | named or is_call or value in text, (line, name, named)
+            is_json = value.lstrip().startswith(("{", "[{"))  # calls, messages
+            assert name in unwritten | named or is_json or value in text, (line, name, named)
     assert used > 20
 
 
@@ -274,7 +376,12 @@ BAD_TURNS = {  # what the log calls it; lines of a file
         b'{"prompt": "x", "completions": ["y", "z"], "labels": [true, false]}'
     ],
     "label false: an answer that is not to be learned": [
-        b'{"prompt": "x", "completion": "y", "label": 0}'
+        b'{"prompt": "x", "completion": "y", "label": 0}',
+        b'{"messages": [{"role": "assistant", "content": "x"}], "label": false}',
+        b'{"text": "x", "label": "False"}',
+    ],
+    "kto_tag false: an answer that is not to be learned": [
+        b'{"instruction": "x", "output": "y", "kto_tag": false}'
     ],
     "weight 0, or train or loss false": [b'{"prompt": "x", "completion": "y", "train": false}'],
     "no answer is to be learned": [
@@ -313,7 +420,7 @@ BAD_TURNS = {  # what the log calls it; lines of a file
     "field 'prompt' is no text": [b'{"prompt": {}, "completion": "x"}'],
     "no known format, fields 'a, b'": [b'{"b": 1, "a": 2}'],
     "invalid UTF-8": [b'{"text": "caf\xe9"}', b"\xff\xfe"],
-    "half a surrogate pair, which is no Unicode": [b'{"text": "x \\ud83d y"}'],
+    "no Unicode: half a surrogate pair, or bytes that are no UTF-8": [b'{"text": "x \\ud83d y"}'],
     "no JSON object": [b'["text"]', b"3", b"null"],
     "no JSON": [b'{"text": "x",}', b"[" * 100_000, b"9" * 5000],
 }
@@ -322,6 +429,7 @@ BAD_PAIRS = {
     "answers with labels, which no script reads; must be chosen and rejected": [
         b'{"prompt": "x", "completion": "y", "label": true}',
         b'{"prompt": "x", "completions": ["y"], "labels": [true]}',
+        b'{"instruction": "x", "output": "y", "kto_tag": false}',
     ],
     "missing field 'prompt'": [b'{"chosen": "x", "rejected": "y"}'],
     "empty answer": [
@@ -381,6 +489,8 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path):
         "b.json": b" \n" + json.dumps(rows, indent=1).encode(),
         "c.jsonl.zst": zstandard.compress(lines[:100]) + zstandard.compress(lines[100:]),
         "d.jsonl.gz": gzip.compress(mark + lines.replace(b"\n", b"\r\n")),
+        "E.JSONL.GZ": gzip.compress(lines),
+        "F.JSONL.ZST": zstandard.compress(lines),
         "one.json": json.dumps(rows[0], indent=1).encode(),  # is one row, as in datasets
     }
     for name, content in kinds.items():
@@ -388,6 +498,8 @@ def test_files_of_every_kind_give_the_same_rows(tmp_path):
         path.write_bytes(content)
         found = S.read_rows(str(path), lambda row, notes: ("row", row), [].append)
         assert found == rows[: 1 if name == "one.json" else 5]
+    (tmp_path / "G.JSONL").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert S.read_documents(str(tmp_path / "G.JSONL"), [].append) == ["one", "two"]
 
 
 def test_a_table_is_read_without_nulls(tmp_path, monkeypatch):
@@ -402,9 +514,19 @@ def test_a_table_is_read_without_nulls(tmp_path, monkeypatch):
     refusal(S.UserError, "a.parquet: .* pip install pyarrow", S.file_rows, path)
 
 
+def test_binary_of_a_table_is_text():
+    """Where it is no UTF-8, a row that needs it is left out; a column that nothing reads does no harm."""
+    rows = [{"text": text, "id": b"\xff"} for text in ("größer".encode(), b"a\xff")]
+    report, items = F.parse_rows("x", F.without_nulls(rows), F.row_turns)
+    assert items == {1: ("text", [("", "größer")])}
+    assert report.left_out == {"no Unicode: half a surrogate pair, or bytes that are no UTF-8": [2]}
+
+
 FILES = {"none.jsonl": None, "empty": b"", "a.zst": b"no frame", "a.parquet": b"PAR1"}
 FILES["cut.gz"] = gzip.compress(b"x" * 9999)[:20]
 FILES["cut.zst"] = zstandard.compress(b"x" * 9999)[:20]
+MANY = b"".join(b'{"text": "%d"}\n' % number**5 for number in range(20_000))
+FILES["most.jsonl.zst"] = zstandard.compress(MANY)[:-9]  # the lines up to there can be read
 
 
 def test_files_without_rows_are_refused(tmp_path):
@@ -414,6 +536,20 @@ def test_files_without_rows_are_refused(tmp_path):
             path.write_bytes(content)
         refusal(F.UserError, f"^{path}:", F.read_rows, str(path), F.row_turns, print)
     refusal(S.UserError, f"^{tmp_path}:", S.file_rows, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.gz", "a.zst"])
+def test_what_a_file_unpacks_to_is_bounded(name, tmp_path, monkeypatch):
+    """By its size; a small one takes little memory."""
+    packed = gzip.compress(b"{}") if name == "a.gz" else zstandard.compress(b"{}")
+    path = tmp_path / name
+    path.write_bytes(packed)
+    tracemalloc.start()
+    assert S.read_file(str(path)) == b"{}"
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+    monkeypatch.setattr(S, "UNPACKED_BYTES", 1 - 200 * len(packed))
+    refusal(S.UserError, f"^{path}: unpacks to more than 1 bytes", S.read_file, str(path))
 
 
 # ---------------------------------------------------------------------------------------------- ids

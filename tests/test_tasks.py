@@ -264,7 +264,10 @@ BAD = [  # a line, and why it is left out
     ({"prompt": " ", "answer": "x"}, "blank prompt"),
     ({"prompt": "x", "answer": ["x"]}, "the answer is no text"),
     ({"prompt": ["x"], "answer": "x"}, "field 'prompt' is no list of messages"),
-    ({"prompt": "a\ud800", "answer": "x"}, "half a surrogate pair, which is no Unicode"),
+    (
+        {"prompt": "a\ud800", "answer": "x"},
+        "no Unicode: half a surrogate pair, or bytes that are no UTF-8",
+    ),
     ({"prompt": "p 3", "answer": "a"}, "the prompt of an earlier row, with the same answer"),
     ({"prompt": "p 3", "answer": "b"}, "the prompt of an earlier row, with another answer"),
     (
@@ -316,6 +319,9 @@ READ = [  # a row, its prompt and its answer
     ({"prompt": "q", "input": "x", "context": "c", "output": "a", "weight": 0}, "q", "a"),
     ({"prompt": "q", "completion": "a", "label": True}, "q", "a"),
     ({"prompt": "q", "completion": "a", "label": False}, "q", None),
+    ({"messages": [*USER, turn("assistant", "a")], "label": False}, USER, None),
+    ({"instruction": "q", "output": "a", "kto_tag": "false"}, "q", None),
+    ({"prompt": "", "problem": json.dumps(USER), "answer": 3}, USER, "3"),
     (
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         USER,
