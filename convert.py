@@ -2411,7 +2411,7 @@ def hf_config(shape):
     architecture = hf_architecture(shape)
     words = shape.layers.split()
     head_dim = shape.head_dim or shape.model_dim // shape.num_heads
-    rope = {"rope_type": "default", "rope_theta": shape.rope_base}
+    rope = {"rope_type": "default"}
     if shape.attn_gate:
         rope["partial_rotary_factor"] = (shape.rope_dims or head_dim) / head_dim
     if shape.rope_scaling:
@@ -2429,7 +2429,8 @@ def hf_config(shape):
         "num_hidden_layers": len(words),
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
-        "rope_parameters": rope,  # of transformers 5
+        "rope_parameters": rope | {"rope_theta": shape.rope_base},  # of transformers 5
+        "rope_scaling": rope if shape.rope_scaling else None,  # of transformers 4 and others
         "rope_theta": shape.rope_base,
         "max_position_embeddings": shape.context or shape.train_seq_len,
         "rms_norm_eps": shape.norm_eps or torch.finfo(torch.float32).eps,
@@ -2597,6 +2598,8 @@ HF_CLASSES = {
     "Qwen3_5Tokenizer": (QWEN3_5_SPLIT, True),
 }
 HF_MODEL_CLASSES = {"qwen2": "Qwen2Tokenizer", "qwen3_5": "Qwen3_5Tokenizer"}
+# Fields of generation_config.json that say how to sample.
+HF_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # What an added token of tokenizer.json may be, see AddedTokens.
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip")
 
@@ -2692,6 +2695,30 @@ def with_values(tokenizer, assignments):
     return with_compiled_templates(add_encoder(tokenizer))
 
 
+def with_template_end(tokenizer):
+    """Return an imported tokenizer that also ends answers where its chat template does.
+
+    Base models such as Qwen2.5's have the template of their chat models, which ends an answer with
+    <|im_end|>, while their files call another token EOS. A template that refuses this conversation
+    changes nothing. The fact `template_end` is the token that was added.
+    """
+    facts = dict(tokenizer.facts or {})
+    if "template" not in facts:
+        return tokenizer
+    turns = [("<|user|>", "Question"), ("<|assistant|>", "Answer")]
+    try:
+        text = chat_text(tokenizer, turns, False)
+    except UserError:
+        return tokenizer
+    rest = text.rpartition("Answer")[2].lstrip()
+    ends = [name for name in facts["added"] if rest.startswith(name)]
+    end = facts["added"].get(max(ends, key=len, default=None))
+    if end is None or end in facts["stop"]:
+        return tokenizer
+    facts |= {"template_end": end, "stop": sorted([*facts["stop"], end])}
+    return add_encoder(rank_tokenizer(tokenizer.file, json.dumps(facts).encode(), {}))
+
+
 def is_misread(name, facts):
     """Return whether a class of transformers 5 splits or normalizes texts otherwise than facts say."""
     form = (facts.get("split"), facts.get("nfc", False))
@@ -2717,8 +2744,18 @@ def report_import(folder, tokenizer):
             f"{folder}: not used: eos_token_id {sorted(unused)}; answers end at {sorted(stop)}, as the "
             f"tokenizer {tokenizer.file} has it"
         )
+    generation = read_json(folder / "generation_config.json")
+    if unused := [name for name in HF_SAMPLING if name in generation]:
+        names = ", ".join(unused)
+        print(f"{folder}: not used: {names} of generation_config.json; export --like has them")
     if tokenizer.file != "imported.tiktoken":
         return
+    if end := tokenizer.facts.get("template_end"):
+        names = {i: name for name, i in tokenizer.facts["added"].items()}
+        print(
+            f"{folder}: no file calls {names[end]!r} an EOS, but the chat template ends answers with "
+            "it; they end there, too"
+        )
     if name := misreading_class(folder, tokenizer.facts):
         print(
             f"{folder}: transformers 5 reads the tokenizer as {name}, which gives other ids than the "
@@ -2849,7 +2886,8 @@ def tokenizer_config(folder):
 def check_added(folder, added):
     """Raise UserError if a folder's files have added tokens that its tokenizer does not."""
     config = tokenizer_config(folder)
-    listed = [*(config.get("added_tokens_decoder") or {}).values()]
+    decoder = config.get("added_tokens_decoder")
+    listed = [*(decoder or {}).values()] or [*read_json(folder / "added_tokens.json")]
     listed += read_json(folder / "tokenizer.json").get("added_tokens") or []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         tokens = config.get(name) or []
@@ -3001,56 +3039,73 @@ def hf_templates(folder, config):
 def read_hf_tokenizer(folder, path, vocab_size):
     """Return the Tokenizer of TOKENIZER_PATH, else of tokenizer.model, else of tokenizer.json."""
     own = folder / "tokenizer.model"
-    if not path and not own.is_file():
-        if not (folder / "tokenizer.json").is_file():
-            raise UserError(
-                f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH"
-            )
+    # A SentencePiece model begins with a piece, field 1. Llama 3's file of this name has ranks.
+    is_sentencepiece = own.is_file() and own.read_bytes().startswith(b"\n")
+    if not path and not is_sentencepiece and (folder / "tokenizer.json").is_file():
+        if own.is_file():
+            print(f"{own}: not used: is no SentencePiece model; tokenizer.json counts")
         return hf_tokenizer(folder, vocab_size)
+    if not path and not own.is_file():
+        raise UserError(f"{folder}: no tokenizer.model and no tokenizer.json; set TOKENIZER_PATH")
     path = path or str(own)
     if path != "bytes" and not (Path(path).is_file() and path.endswith(".model")):
         raise UserError(f"TOKENIZER_PATH={path!r}: must be a SentencePiece .model file, or bytes")
     tokenizer = add_encoder(read_tokenizer(path, {}))
-    if vocab_size - tokenizer.vocab_size not in (0, 4):  # with or without roles
+    spare = vocab_size - tokenizer.vocab_size
+    if spare < 0 or (spare not in (0, 4) and path != str(own)):  # with or without roles
         raise UserError(
-            f"TOKENIZER_PATH={path!r}: has {tokenizer.vocab_size} tokens; must have the model's "
-            f"{vocab_size}"
+            f"tokenizer {path}: has {tokenizer.vocab_size} tokens; must have the model's {vocab_size}"
         )
     if path != str(own):
         return tokenizer
-    if vocab_size == tokenizer.vocab_size:
-        return with_chat_facts(folder, tokenizer)
-    # Four rows more are those of the roles, not of tokens that somebody else added.
-    names, _, _ = sentencepiece_pieces(tokenizer.proto)
-    check_added(folder, {*names, *ROLE_TOKENS})
-    return tokenizer
+    if spare:
+        # Four rows more are those of the roles, not of tokens that somebody else added.
+        names, _, _ = sentencepiece_pieces(tokenizer.proto)
+        check_added(folder, {*names, *ROLE_TOKENS})
+    return tokenizer if spare == 4 else with_chat_facts(folder, tokenizer)
 
 
 def with_chat_facts(folder, tokenizer):
     """Return the SentencePiece tokenizer of a folder, with the folder's chat template, if it has one,
-    and the ids that end an answer, if they are more than BOS and EOS.
+    the ids that end an answer, if they are more than BOS and EOS, and whether a text begins with BOS.
 
-    Its file is JSON then, see rank_tokenizer. One with tokens for the roles of these scripts stays.
+    Its file is JSON then, see rank_tokenizer. One with tokens for the roles of these scripts stays,
+    and one for which a folder says nothing else. Raises UserError.
     """
     model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
     marks = [i for i in range(model.vocab_size()) if model.is_control(i) or model.is_unknown(i)]
     added = {model.id_to_piece(i): i for i in marks}
+    bos = model.id_to_piece(model.bos_id())
     config = read_json(folder / "tokenizer_config.json")
+    begins_with_bos = bool(config.get("add_bos_token", True))
+    described = read_json(folder / "tokenizer.json")
+    if described:  # counts more, as in transformers 5
+        begins_with_bos = begins_with(described.get("post_processor"), bos)
     has_template = "template" in hf_templates(folder, config)
     more_ends = hf_ends(folder) - {model.bos_id(), model.eos_id()}
     has_roles = not added.keys().isdisjoint(ROLE_TOKENS)
-    if has_roles or not (has_template or more_ends):
+    if has_roles or (begins_with_bos and not has_template and not more_ends):
         return tokenizer
     if has_template:
         check_added(folder, added)
-    facts = hf_chat(folder, added, model.id_to_piece(model.bos_id())) | {"added": added}
-    facts["begins_with_bos"] = bool(config.get("add_bos_token", True))
-    described = read_json(folder / "tokenizer.json")
-    if described:  # counts more, as in transformers 5
-        facts["begins_with_bos"] = begins_with(described.get("post_processor"), facts["bos"])
+        check_spaces(described)
+    facts = hf_chat(folder, added, bos) | {"added": added, "begins_with_bos": begins_with_bos}
     facts["sentencepiece"] = base64.b64encode(tokenizer.content).decode()
     tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
     return with_compiled_templates(add_encoder(tokenizer))
+
+
+def check_spaces(described):
+    """Raise UserError for a tokenizer.json that puts a space only where a conversation begins.
+
+    Here one is before each part between added tokens, as in files without this pre_tokenizer.
+    """
+    for step in steps_of(described, "pre_tokenizer", "pretokenizers"):
+        if step.get("prepend_scheme") == "first":  # written for legacy=false
+            raise UserError(
+                "tokenizer.json: pre_tokenizer prepend_scheme='first': must be always for a model "
+                "with a chat template"
+            )
 
 
 # ---------------------------------------------------------------------------------- tokenizer.json
@@ -3084,7 +3139,8 @@ def bpe_json(vocab, order, **others):
     known = set(order)
     for piece in order:
         splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-        merges += [pair for pair in splits if known.issuperset(pair)]
+        # Texts, because tokenizers before 0.20 reads no lists. No piece has a space.
+        merges += [" ".join(pair) for pair in splits if known.issuperset(pair)]
     return {"type": "BPE", "dropout": None, "vocab": vocab, "merges": merges} | others
 
 
@@ -3302,8 +3358,10 @@ def import_folder(folder, args, gguf=None):
     tokenizer = read_hf_tokenizer(folder, given_tokenizer(), shape["vocab_size"])
     if args.set:
         tokenizer = with_values(tokenizer, args.set)
+    tokenizer = with_template_end(tokenizer)
     shape["bos_id"] = tokenizer.bos_id
-    if tokenizer.file == "imported.tiktoken":
+    rows = with_roles(tokenizer).vocab_size
+    if tokenizer.file == "imported.tiktoken" or shape["vocab_size"] != rows:
         # Models have some more rows than tokens. An id without a token must not be drawn.
         shape["vocab_size"] = tokenizer.vocab_size
     network = GPT(GPTConfig(**shape))
@@ -3484,7 +3542,8 @@ def like_files(folder, source, network):
 
 
 def mended_tokenizer_files(folder, tokenizer):
-    """Return those of a folder's files that must differ so that transformers has a tokenizer's ids."""
+    """Return those of a folder's files that must differ so that transformers has a tokenizer's ids and
+    ends."""
     files = {}
     facts = tokenizer.facts
     config = read_json(folder / "tokenizer_config.json")
@@ -3498,6 +3557,10 @@ def mended_tokenizer_files(folder, tokenizer):
             files[TEMPLATE_FILES.replace("*", "tool_use")] = facts["tool_template"].encode()
     if changes:
         files["tokenizer_config.json"] = json_bytes(config | changes)
+    if "template_end" in facts:
+        generation = read_json(folder / "generation_config.json")
+        ends = {"eos_token_id": facts["stop"]}
+        files["generation_config.json"] = json_bytes(generation | ends)
     return files
 
 
@@ -3518,6 +3581,11 @@ def adapter_files(source, network):
     check_frozen(source, base)
     option = f" --weights {base.average}" * bool(base.average)
     print(f"adapters for the model of: python convert.py export {base.path} OUT{option}")
+    if network.config.attn_gate:
+        print(
+            "they fit AutoModelForCausalLM; in Qwen3_5ForConditionalGeneration, which vLLM serves, "
+            "none is active: for it export --like the original, without --adapters"
+        )
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -3870,8 +3938,6 @@ def gguf_tokenizer(metadata):
     }
     if kind == "gpt2":
         return files | {"tokenizer.json": json_bytes(gguf_byte_level(values, config))}
-    if not templates and not config["add_bos_token"]:
-        raise UserError("tokenizer.ggml.add_bos_token=False: must be true for SentencePiece")
     return files | {"tokenizer.model": sentencepiece_content(values)}
 
 
@@ -4078,8 +4144,7 @@ def gguf_merges(tokenizer, merges):
     names = [name for name, known in GGUF_SPLITS.items() if known == split]
     if not names:
         raise UserError(f"{tokenizer.file}: llama.cpp has no name for its split {split!r:.90}")
-    merges = [" ".join(pair) for pair in merges] or [GGUF_NO_MERGE]
-    return {"model": "gpt2", "pre": names[0], "merges": merges}
+    return {"model": "gpt2", "pre": names[0], "merges": merges or [GGUF_NO_MERGE]}
 
 
 def gguf_sentencepiece(content, count):

@@ -6,10 +6,11 @@ import re
 
 import pytest
 import sentencepiece
+from test_models import make
 
 import convert as C
 import train_sft as S
-from conftest import read_json, refusal, write_json
+from conftest import exit_code, read_json, refusal, write_json
 
 LETTERS = {byte: letter for letter, byte in C.byte_of_letters().items()}
 HALF = "a\ud800b"
@@ -292,6 +293,65 @@ def test_a_sentencepiece_model_without_a_template_stays(llama2):
     fault = r"added token '<\|im_end\|>': must be one of the tokenizer's"
     refusal(C.UserError, fault, C.read_hf_tokenizer, llama2, "", 304)
     refusal(C.UserError, "--set: the model has no chat template", C.with_values, tokenizer, ["a=1"])
+
+
+def test_a_sentencepiece_model_without_bos_before_texts(llama2):
+    """Also without a chat template. tokenizer.json counts more than tokenizer_config.json."""
+    parts = [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]
+    processor = dict(type="TemplateProcessing", single=parts)
+    plain = C.read_hf_tokenizer(llama2, "", 300)
+    for described, flag, begin in (
+        (None, False, []),
+        ({"post_processor": processor}, False, [1]),
+        ({"post_processor": None}, True, []),
+    ):
+        write_json(llama2 / "tokenizer_config.json", {"add_bos_token": flag})
+        if described:
+            write_json(llama2 / "tokenizer.json", described)
+        tokenizer = C.read_hf_tokenizer(llama2, "", 300)
+        assert S.begin_ids(tokenizer) == begin
+        assert tokenizer.file == ("tokenizer.model" if begin else "imported.tiktoken")
+        assert tokenizer.encode("the  cat") == plain.encode("the  cat")
+
+
+def test_a_space_at_the_first_part_alone_is_refused(llama2):
+    """It differs in conversations, which a folder without a chat template does not have."""
+    step = dict(type="Metaspace", prepend_scheme="first")
+    parts = [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]
+    processor = dict(type="TemplateProcessing", single=parts)
+    write_json(llama2 / "tokenizer.json", dict(pre_tokenizer=step, post_processor=processor))
+    fault = "pre_tokenizer prepend_scheme='first': must be always"
+    refusal(C.UserError, fault, C.read_hf_tokenizer, llama2, "", 300)
+    (llama2 / "tokenizer_config.json").unlink()
+    assert C.read_hf_tokenizer(llama2, "", 300).file == "tokenizer.model"
+
+
+@pytest.mark.parametrize("file", ["imported.tiktoken", "tokenizer.model"])
+def test_rows_without_a_token_beside_a_sentencepiece_model(transformers, llama2, file):
+    """They are left out, unless they are of added tokens."""
+    if file == "tokenizer.model":
+        (llama2 / "tokenizer_config.json").unlink()
+    make(transformers, "llama", vocab_size=310).save_pretrained(llama2)
+    assert exit_code(C, "import", llama2, llama2 / "run") == 0
+    network, tokenizer, _ = S.load_model("INIT_FROM", str(llama2 / "run"))
+    assert len(network.embed) == tokenizer.vocab_size == 300 and tokenizer.file == file
+    fault = "tokenizer .*tokenizer.model: has 300 tokens; must have the model's 299"
+    refusal(C.UserError, fault, C.read_hf_tokenizer, llama2, "", 299)
+    write_json(llama2 / "added_tokens.json", {"<pad>": 300})
+    fault = "added token '<pad>': must be one of the tokenizer's"
+    refusal(C.UserError, fault, C.read_hf_tokenizer, llama2, "", 310)
+
+
+def test_ranks_in_the_place_of_a_sentencepiece_model(tmp_path, capsys):
+    """As in folders with Llama 3's own file."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\n")
+    tokenizer = C.read_hf_tokenizer(tmp_path, "", 300)
+    assert tokenizer.content == (tmp_path / "imported.tiktoken").read_bytes()
+    assert "tokenizer.model: not used: is no SentencePiece model" in capsys.readouterr().out
+    (tmp_path / "tokenizer.json").unlink()
+    fault = "must be a SentencePiece model with a BOS token"
+    refusal(C.UserError, fault, C.read_hf_tokenizer, tmp_path, "", 300)
 
 
 # --------------------------------------------------------------- what transformers' own classes do

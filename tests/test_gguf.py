@@ -139,6 +139,25 @@ def test_a_sentencepiece_model_comes_back(convert, tmp_path, prefix):
     assert found["tokenizer.ggml.add_bos_token"] and "assistant" in found["tokenizer.chat_template"]
 
 
+def test_what_a_file_says_of_ends_and_bos(imported, convert, monkeypatch, tmp_path):
+    """An answer also ends where the template ends it, as in Llama 3 Instruct's files whose EOS is another
+    token. A SentencePiece model may put no BOS before a text.
+    """
+    sentencepiece_model(tmp_path / "a.model", **OURS | dict(control_symbols=[]))
+    runs = [imported("llama3", "llama3"), save(tmp_path / "spm", tmp_path / "a.model")]
+    changes = {"tokenizer.ggml.eos_token_id": 600}, {"tokenizer.ggml.add_bos_token": False}
+    tokenizers = []
+    for run, changed in zip(runs, changes, strict=True):
+        path = tmp_path / f"{run.name}.gguf"
+        assert convert("export", run, path) == ""
+        monkeypatch.setattr(C.GgufReader, "header", header_with(changed))
+        assert convert("import", path, tmp_path / f"{run.name} again") == ""
+        tokenizers.append(load(tmp_path / f"{run.name} again")[1])
+    assert tokenizers[0].facts["names"]["eos_token"] == "<|endoftext|>"
+    assert sample.stop_ids(tokenizers[0]) == {2, 600, 602}  # 2 is that of config.json
+    assert sample.begin_ids(tokenizers[1]) == []
+
+
 def test_bytes_and_types_of_matrices(convert, tmp_path):
     """A tokenizer without merges. float16 is the default, and refused for weights that it lacks."""
     run = save(tmp_path / "run", "bytes")

@@ -252,6 +252,11 @@ def test_exports_are_the_model(transformers, imported, copied, tmp_path, name):
         assert type(again) is type(model) and again.dtype == dtype and not any(loading.values())
     assert again.config.eos_token_id == [1, 263]
     assert torch.equal(again(texts()).logits, model(texts()).logits)
+    # What transformers 4 reads: it has the base of the positions beside it.
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    written = read_json(tmp_path / "own" / "config.json")
+    assert written["rope_scaling"] == (scaling if name == "llama3" else None)
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"]
 
 
 @pytest.mark.parametrize(
@@ -601,7 +606,7 @@ def adapt(start_from, run):
 
 @pytest.mark.parametrize("name", ["llama_tied_mqa", "qwen2", "qwen3", "qwen3_5_1_to_2"])
 @torch.no_grad()
-def test_adapters_go_out_merged_or_alone(transformers, imported, tmp_path, name):
+def test_adapters_go_out_merged_or_alone(transformers, imported, tmp_path, capsys, name):
     """Raw weights are the sum of base and adapters. Logits are those of the network, with averages too, and of PEFT."""
     from safetensors.torch import load_file
 
@@ -612,6 +617,8 @@ def test_adapters_go_out_merged_or_alone(transformers, imported, tmp_path, name)
     expected = network(ids)
     for kind, options in (("raw", ()), ("ema", ("--weights", "ema")), ("peft", ("--adapters",))):
         convert("export", run, tmp_path / kind, *options)
+    warning = "in Qwen3_5ForConditionalGeneration, which vLLM serves, none is active"
+    assert (warning in capsys.readouterr().out) == name.startswith("qwen3_5")
     config = read_json(tmp_path / "peft" / "adapter_config.json")
     adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     merged = tensors_of(tmp_path / "raw")
@@ -995,6 +1002,40 @@ def test_a_conversation_that_the_template_refuses_is_left_out(chats):
     notes = []
     assert len(S.finish_rows(*S.parse_rows("x.jsonl", rows, parse), notes.append)) == 1
     assert "left out chat template: system first: 1 (the first is row 2)" in str(notes[0])
+
+
+def test_answers_end_where_the_template_ends_them(transformers, tmp_path, capsys):
+    """As in base models of Qwen2.5: EOS is <|endoftext|>, and the template of the chat models."""
+    folder = tmp_path / "base"
+    make(transformers, "qwen2", vocab_size=640, num_hidden_layers=1).save_pretrained(folder)
+    train_tokenizer("qwen2", 600).save(str(folder / "tokenizer.json"))
+    write_json(folder / "generation_config.json", {"eos_token_id": 600, "top_k": 20})
+    row = dict(messages=[dict(role="user", content="a"), dict(role="assistant", content="b")])
+    # A template that has no token after an answer, and one that refuses the conversation.
+    plain = CHATML.replace("<|im_end|>", "")
+    refused = CHATML + "{{ raise_exception('no') }}"
+    for name, template, ends in (
+        ("a", CHATML, [600, 602]),
+        ("b", plain, [600]),
+        ("c", refused, [600]),
+    ):
+        config = dict(eos_token="<|endoftext|>", chat_template=template)
+        write_json(folder / "tokenizer_config.json", config)
+        out = tmp_path / name
+        convert("import", folder, out)
+        printed = capsys.readouterr().out
+        assert ("calls '<|im_end|>' an EOS" in printed) == (name == "a")
+        assert ": not used: top_k of generation_config.json; export --like has them" in printed
+        tokenizer = S.load_tokenizer(out / "imported.tiktoken")
+        assert S.stop_ids(tokenizer) == {*ends}
+        convert("export", out, tmp_path / f"{name}_like", "--like", folder)
+        generation = C.read_json(tmp_path / f"{name}_like" / "generation_config.json")
+        assert generation["eos_token_id"] == (ends if name == "a" else 600)
+        assert generation["top_k"] == 20
+        if name == "a":
+            ids, said = S.turn_ids(tokenizer, S.row_turns(row, set())[1])
+            learned = [token for token, is_said in zip(ids, said, strict=True) if is_said]
+            assert learned == [*tokenizer.encode("b"), 602]
 
 
 # ------------------------------------------------------------------------------------ damaged folders

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import importlib.metadata
 import io
 import random
 import re
+import runpy
 import sys
 
 import pytest
@@ -144,6 +146,11 @@ def test_files_of_an_export(exported, transformers, monkeypatch, tmp_path):
     assert again(texts(), output_hidden_states=True).hidden_states[-1].dtype == torch.bfloat16
     for name, param in again.named_parameters():
         assert torch.equal(param, model.get_parameter(name).bfloat16())
+    with pytest.raises(ValueError, match="device_map: must offload no weights"):
+        again.to("meta")(texts())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.3.0")
+    with pytest.raises(ImportError, match=r"transformers>=5\.4 is required .* found .*5\.3\.0"):
+        runpy.run_path(str(folder / "modeling_underpar.py"))
     monkeypatch.setattr(C, "__file__", str(tmp_path / "convert.py"))
     refusal(C.UserError, "chat_template.jinja: no such file", C.read_tool, "chat_template.jinja")
 
@@ -225,6 +232,9 @@ def test_the_tokenizer(exported, transformers, tmp_path, kind):
         ids = tokenizer.encode(text)
         assert found(text, add_special_tokens=False, split_special_tokens=True).input_ids == ids
         assert found.decode(ids) == sample.decode_bytes(tokenizer, ids).decode(errors="replace")
+    # tokenizers before 0.20 reads no lists.
+    merges = read_json(tmp_path / "hf" / "tokenizer.json")["model"].get("merges", [])
+    assert all(isinstance(merge, str) for merge in merges)
     begin = sample.begin_ids(tokenizer)
     assert begin == ([] if kind == "imported" else [bos]) and found.bos_token_id == bos
     for text in ("the cat", "", "naïve café 12345", "🙂"):
@@ -377,3 +387,15 @@ def test_adapters_of_peft(exported):
     after = model(ids).logits
     assert (after - before).abs().max() > 0.1
     assert (model.merge_and_unload()(ids).logits - after).abs().max() < 1e-4
+
+
+def test_accelerate_keeps_the_weights_together(exported):
+    """They are read past the `forward` of their modules, so one device must hold all of them."""
+    pytest.importorskip("accelerate")
+    from transformers.integrations.accelerate import infer_auto_device_map
+
+    model = exported(network(tie_embeddings=False))
+    size = 4 * sum(param.numel() for param in model.model.parameters())
+    room = {0: size, 1: 2 * size, "cpu": 0}  # the first is to have room for the head, too
+    places = infer_auto_device_map(model, room, model._no_split_modules)
+    assert {*places.values()} == {1}

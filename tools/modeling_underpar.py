@@ -18,6 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.versions import require_version
+
+# Older ones load tied weights otherwise, and their `generate` passes more arguments.
+require_version("transformers>=5.4")
 
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
@@ -1038,7 +1042,8 @@ class UnderparPreTrainedModel(PreTrainedModel):
     config_class = UnderparConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("GPT",)
+    # Weights are read past the `forward` of their modules, so they must be on one device.
+    _no_split_modules = ("UnderparModel",)
     _is_stateful = True  # a state of Gated DeltaNet cannot go back to fewer tokens
 
     def _init_weights(self, module):
@@ -1124,6 +1129,8 @@ class UnderparModel(UnderparPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: must be one of them")
         table = self.embed_tokens.weight
+        if table.is_meta:
+            raise ValueError("device_map: must offload no weights; one device must hold them all")
         if inputs_embeds is not None:
             if self.config.shape["bigram_vocab_size"]:
                 raise ValueError(
