@@ -580,14 +580,20 @@ def choose_device(choice, local_rank=0):
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    set_up_device(device)
+    return device
+
+
+def set_up_device(device):
+    """Set PyTorch up for this device; in a program the trainer does it, too."""
+    if device.type == "cuda":
         # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
         # gradients are NaN (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
-        # mode over when the first parallel operation starts them, so it must come before that.
+        # mode over when the first parallel operation starts them, so it should come before that.
         torch.set_flush_denormal(True)
-    return device
 
 
 # === end: device ===

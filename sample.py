@@ -608,14 +608,20 @@ def choose_device(choice, local_rank=0):
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    set_up_device(device)
+    return device
+
+
+def set_up_device(device):
+    """Set PyTorch up for this device; in a program the trainer does it, too."""
+    if device.type == "cuda":
         # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
         # gradients are NaN (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
-        # mode over when the first parallel operation starts them, so it must come before that.
+        # mode over when the first parallel operation starts them, so it should come before that.
         torch.set_flush_denormal(True)
-    return device
 
 
 # === end: device ===
@@ -659,13 +665,13 @@ class Runtime:
 
 
 def join_group(device):
-    """Join the process group that the environment describes, as torchrun does (NCCL or gloo).
+    """Join the process group that the environment describes, if it does, as torchrun (NCCL or gloo).
 
-    Return whether there is one. Raises UserError for variables that describe none in full.
+    Raises UserError for variables that describe none in full.
     """
     given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
     if not {"RANK", "WORLD_SIZE"} & given.keys():
-        return False
+        return
     pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
     hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
     try:
@@ -683,7 +689,13 @@ def join_group(device):
     except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
         reason, *_ = str(error).split("\n")
         raise UserError(f"{pairs}: the ranks do not meet: {reason}; {hint}") from None
-    return True
+
+
+def present_runtime(device):
+    """Return the Runtime of this process: of a rank, if it has joined a group, or of it alone."""
+    if dist.is_initialized():
+        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
+    return Runtime(0, 1, device, False)
 
 
 def start_runtime(choice):
@@ -695,9 +707,8 @@ def start_runtime(choice):
     if not local_rank.isdecimal():
         raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
     device = choose_device(choice, int(local_rank))
-    if join_group(device):
-        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
-    return Runtime(0, 1, device, False)
+    join_group(device)
+    return present_runtime(device)
 
 
 # === end: runtime ===

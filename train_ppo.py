@@ -672,14 +672,20 @@ def choose_device(choice, local_rank=0):
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    set_up_device(device)
+    return device
+
+
+def set_up_device(device):
+    """Set PyTorch up for this device; in a program the trainer does it, too."""
+    if device.type == "cuda":
         # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
         # gradients are NaN (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
-        # mode over when the first parallel operation starts them, so it must come before that.
+        # mode over when the first parallel operation starts them, so it should come before that.
         torch.set_flush_denormal(True)
-    return device
 
 
 # === end: device ===
@@ -723,13 +729,13 @@ class Runtime:
 
 
 def join_group(device):
-    """Join the process group that the environment describes, as torchrun does (NCCL or gloo).
+    """Join the process group that the environment describes, if it does, as torchrun (NCCL or gloo).
 
-    Return whether there is one. Raises UserError for variables that describe none in full.
+    Raises UserError for variables that describe none in full.
     """
     given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
     if not {"RANK", "WORLD_SIZE"} & given.keys():
-        return False
+        return
     pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
     hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
     try:
@@ -747,7 +753,13 @@ def join_group(device):
     except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
         reason, *_ = str(error).split("\n")
         raise UserError(f"{pairs}: the ranks do not meet: {reason}; {hint}") from None
-    return True
+
+
+def present_runtime(device):
+    """Return the Runtime of this process: of a rank, if it has joined a group, or of it alone."""
+    if dist.is_initialized():
+        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
+    return Runtime(0, 1, device, False)
 
 
 def start_runtime(choice):
@@ -759,9 +771,8 @@ def start_runtime(choice):
     if not local_rank.isdecimal():
         raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
     device = choose_device(choice, int(local_rank))
-    if join_group(device):
-        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
-    return Runtime(0, 1, device, False)
+    join_group(device)
+    return present_runtime(device)
 
 
 # === end: runtime ===
@@ -4788,7 +4799,7 @@ def make_tracker(settings, folder, checkpoint):
     """Return track(values, step), which feeds TensorBoard or W&B; None if TRACKER is none.
 
     values: numbers or texts by name, and what else W&B takes. checkpoint: to resume from, or None.
-    Raises UserError if the package is not installed.
+    Raises UserError if it cannot begin, as without its package or a login.
     """
     try:
         if settings.tracker == "wandb":
@@ -4796,16 +4807,16 @@ def make_tracker(settings, folder, checkpoint):
 
             # A resumed run goes on with its id. W&B keeps the first values of steps that it repeats.
             id_file = folder / "wandb_id.txt"
-            if not id_file.exists():
-                replace_file(id_file, os.urandom(8).hex().encode())
+            run_id = id_file.read_text() if id_file.exists() else os.urandom(8).hex()
             wandb.init(
                 project="underpar",
                 name=folder.name,
-                id=id_file.read_text(),
+                id=run_id,
                 resume="allow",
                 dir=str(folder),
                 config=asdict(settings),
             )
+            replace_file(id_file, run_id.encode())
             return wandb.log
         if settings.tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
@@ -4821,9 +4832,13 @@ def make_tracker(settings, folder, checkpoint):
                 writer.flush()  # the values stay, however the run ends
 
             return track
-    except ImportError:
+    except Exception as error:  # each package has errors of its own
         name = settings.tracker
-        raise UserError(f"TRACKER={name!r}: is not installed; pip install {name}") from None
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"TRACKER={name!r}: {reason:.300}; must be installed (pip install {name}), and wandb needs "
+            "a login or WANDB_MODE=offline"
+        ) from None
     return None
 
 
@@ -4837,12 +4852,15 @@ class LineFile:
     def write(self, text):
         """Append text and a newline; an OSError is a warning: a full disk may have room again."""
         data = text.encode(errors="backslashreplace") + b"\n"
-        end = self.file.seek(0, os.SEEK_END)
         try:
-            while data:
-                data = data[self.file.write(data) :]
+            end = self.file.seek(0, os.SEEK_END)
+            try:
+                while data:
+                    data = data[self.file.write(data) :]
+            except OSError:
+                self.file.truncate(end)  # a full disk has taken a part of the line
+                raise
         except OSError as error:
-            self.file.truncate(end)  # a full disk has taken a part of the line
             write_stream(sys.stderr, f"{self.path.name}: {error}\n")
 
 
@@ -4881,12 +4899,12 @@ class Log:
         self.iterations = iterations
         self.file = None
         self.metrics_file = None
-        self.track = None
+        self.tracker = None
         self.last_line = time.monotonic()
 
-    def open(self, folder, track):
-        """Begin to write in a run's folder; track: see make_tracker. Raises OSError."""
-        self.track = track
+    def open(self, folder, tracker):
+        """Begin to write in a run's folder; tracker: see make_tracker. Raises OSError."""
+        self.tracker = tracker
         self.file = LineFile(folder / "log.txt")
         self.metrics_file = LineFile(folder / "metrics.jsonl")
         ERROR_LOGS[:] = [self.file]
@@ -4912,6 +4930,15 @@ class Log:
         if error:
             self.file.write(f"note: the output has ended ({error}); the run and this log go on")
 
+    def track(self, values, step):
+        """Give values to the tracker, if there is one; a fault of it, as of a full disk, is its end."""
+        try:
+            if self.tracker:
+                self.tracker(values, step)
+        except Exception as error:
+            self.tracker = None
+            self(f"warning: TRACKER gets nothing from step {step} on: {error!r:.300}", sys.stderr)
+
     def is_due(self):
         """Return whether nothing was written for LOG_SECONDS."""
         return time.monotonic() - self.last_line >= LOG_SECONDS
@@ -4932,8 +4959,7 @@ class Log:
             row[name] = value if math.isfinite(value) else None
             line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
         self.metrics_file.write(json.dumps(row))
-        if self.track:
-            self.track(metrics, step)
+        self.track(metrics, step)
         if seconds_left is None or step <= 5 or step == self.iterations or self.is_due():
             self(line)
         elif sys.stdout.isatty():
@@ -5066,8 +5092,9 @@ class Run(Stateful):
                     "continues a run, and one that has saved nothing may be deleted"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
+            tracker = make_tracker(self.settings, self.folder, checkpoint)
             write_source(self.folder / "log.txt", self.source)
-            self.log.open(self.folder, make_tracker(self.settings, self.folder, checkpoint))
+            self.log.open(self.folder, tracker)
             write_header(self)
             for line in damaged:
                 self.log(line)
@@ -5286,9 +5313,13 @@ def leave_stopped(run, stop_signal):
 
 
 def write_record(run, name, values):
-    """Write values, events and settings into a JSON file of a run's folder; return them all."""
+    """Write values, events and settings into a JSON file of a run's folder; return them all.
+
+    A number that is not finite is null in the file: JSON has none.
+    """
     record = {**values, "events": run.events, "settings": asdict(run.settings)}
-    run.write_file(name, (json.dumps(record, indent=1) + "\n").encode())
+    finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
+    run.write_file(name, (json.dumps(finite, indent=1) + "\n").encode())
     return record
 
 
@@ -6359,7 +6390,7 @@ def token_logps(network, batch, temperature, entropy_grad=False):
         for chunk in zip(features, targets, strict=True)
     ]
     logps, entropies = map(torch.cat, zip(*chunks, strict=True))
-    zeros = torch.zeros(batch.mask.shape, device=logps.device)
+    zeros = logps.new_zeros(batch.mask.shape)
     return zeros.masked_scatter(batch.mask, logps), zeros.masked_scatter(batch.mask, entropies)
 
 
@@ -6457,16 +6488,19 @@ def load_start(settings):
 
 
 def set_dtype(network, settings):
-    """Let a network compute in DTYPE; return it."""
-    network.dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    """Let a network compute in DTYPE; return it. With `auto` it keeps what it has."""
+    if settings.dtype != "auto":
+        network.dtype = getattr(torch, settings.dtype)
     return network
 
 
 def freeze_model(model, trainable_layers=("lora",)):
     """Train only the parameters whose names contain one of these words, and return the model.
 
-    Raises UserError if no parameter does.
+    One word may be a string. Raises UserError if no parameter does.
     """
+    if isinstance(trainable_layers, str):
+        trainable_layers = [trainable_layers]
     for name, param in model.named_parameters():
         param.requires_grad_(any(word in name for word in trainable_layers))
     if not any(param.requires_grad for param in model.parameters()):
@@ -6483,8 +6517,10 @@ def adapt(network, settings, device):
     and some pass through exp and softplus.
     """
     if settings.lora_rank:
-        torch.manual_seed(settings.seed)
-        setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
+        set_dtype(network, settings)
+        with torch.random.fork_rng(devices=[]):  # a program's own random draws go on
+            torch.default_generator.manual_seed(settings.seed)
+            setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
         freeze_model(network)
         automatic = torch.bfloat16 if device.type == "cuda" else None
         is_half = (network.dtype or automatic) == torch.bfloat16
@@ -6592,8 +6628,7 @@ def record_rows(run, phase, step, rows, lines):
         shown = wandb.Table(columns=[*rows[0]], allow_mixed_types=True)
         for row in rows:  # rewards by function are a dict
             shown.add_data(*(str(x) if isinstance(x, dict) else x for x in row.values()))
-    if run.log.track:
-        run.log.track({f"samples/{phase}": shown}, step)
+    run.log.track({f"samples/{phase}": shown}, step)
 
 
 def resume_samples(run):
@@ -6881,6 +6916,15 @@ def prompts_unit(settings, ranks):
     return unit
 
 
+def check_queries(name, queries):
+    """Raise UserError unless queries can be counted and taken by their number, as those of a list."""
+    if isinstance(queries, (str, dict, set)) or not hasattr(queries, "__len__"):
+        raise UserError(
+            f"{name}: must be a list of prompts or rows, or one split of a Dataset, not a "
+            f"{type(queries).__name__}"
+        )
+
+
 def named_functions(functions, weights=None):
     """Return the RewardFunctions of functions (or one), with a weight for each. Raises UserError."""
     functions = [functions] if callable(functions) else [*functions]
@@ -7020,8 +7064,9 @@ class PolicyTrainer:
     model: a GPT. tokenizer: of load_tokenizer. train_dataset: queries for `train`: strings, or
     dicts with `prompt`. reward_funcs: a function or a list of functions with TRL's signature, see
     call_reward_functions; reward_weights: a number for each of them, 1 if not given. ref_model: a GPT that
-    KL_BETA keeps the policy near, in place of the policy as it is now. log: function of a line. A
-    subclass has `sample`, `rollout` and `update`. Raises UserError.
+    KL_BETA keeps the policy near, in place of the policy as it is now. runtime: of this process, as
+    present_runtime has it if not given. log: function of a line. A subclass has `sample`, `rollout`
+    and `update`. Raises UserError.
     """
 
     def __init__(
@@ -7038,9 +7083,12 @@ class PolicyTrainer:
         log=None,
     ):
         self.settings = settings = args or Settings()
-        self.runtime = runtime or Runtime(0, 1, model.embed.device, False)
-        self.network = model.to(self.runtime.device)
+        self.runtime = runtime or present_runtime(model.embed.device)
+        set_up_device(self.runtime.device)
+        self.network = set_dtype(model, settings).to(self.runtime.device)
+        self.network.activation_checkpointing |= settings.activation_checkpointing
         self.tokenizer = tokenizer
+        check_queries("train_dataset", train_dataset)
         self.dataset = train_dataset
         self.unit = prompts_unit(settings, self.runtime.world_size)
         self.reward_funcs = reward_funcs
@@ -7120,11 +7168,12 @@ class PolicyTrainer:
     def train_step(self, queries, reward_function=None):
         """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
 
-        reward_function: replaces reward_funcs, and is called as these are, or see by_name.
+        reward_function: replaces reward_funcs, and is called as these are, or see by_name. It may be a
+        list, to whose functions reward_weights apply.
         """
         if reward_function:
-            self.reward_weights = None
-            self.reward_funcs = named_functions(by_name(reward_function))
+            self.reward_funcs = named_functions(by_name(reward_function), self.reward_weights)
+        check_queries("train_step", queries)
         if not queries or len(queries) % self.unit:
             raise UserError(
                 f"train_step: {len(queries)} queries; not a multiple of MINI_BATCHES x ranks = "

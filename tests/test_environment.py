@@ -5,12 +5,15 @@ import contextlib
 import itertools
 import math
 import random
+import signal
 import statistics
+import threading
 import time
 from dataclasses import replace
 from decimal import Decimal
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from policies import CPU, TRAINERS, G, S, policy
@@ -68,9 +71,16 @@ def first_answers(own, queries):
     return own.sample(queries, settings.group_size, settings.temperature, seeds)
 
 
+def episode_of(environment, M=G, **changes):
+    """Return an Episode of a trainer without a policy."""
+    network = SimpleNamespace(config=SimpleNamespace(train_seq_len=10**6))
+    parts = dict(environment=environment, tokenizer=BYTES, network=network, hung_calls=0.0)
+    return M.Episode(SimpleNamespace(settings=M.Settings(**changes), **parts), 3)
+
+
 def replied(environment, texts, **changes):
     """Return an Episode to which the policy has given these answers, and what it said to them."""
-    episode = G.Episode(environment, 3, BYTES, G.Settings(**changes))
+    episode = episode_of(environment, **changes)
     heard = []
     for text in texts:
         episode.ids = [*range(episode.starts[-1]), *BYTES.encode(text), 263]
@@ -141,7 +151,7 @@ def test_credit_by_turn(M):
     # answer of another is cut and earns nothing, and one has a fault.
     episodes = []
     for earned, starts in (([0, 1], [0, 5]), ([1], [0]), ([0], [0, 5]), ([1], [0])):
-        episode = M.Episode(Counting, 3, BYTES, M.Settings())
+        episode = episode_of(Counting, M)
         episode.earned = earned
         episode.starts = starts
         episode.ids = [9] * (2 + starts[-1])
@@ -258,7 +268,6 @@ FAULTS = [  # a method of an environment, its name, and the fault
 def test_an_environment_with_a_fault_does_not_end_a_run(name, method, fault, monkeypatch):
     """The episode is over and has no reward of it; other episodes go on."""
     monkeypatch.setattr(G, "STEP_SECONDS", 0.3)
-    monkeypatch.setattr(G.Episode, "hung", 0.0)
     monkeypatch.setattr(G, "is_interrupt", lambda error: False)  # as under a StopSignal
     faulty = type("Faulty", (Counting,), {name: method})
     own = trainer(G, faulty, group_size=2)
@@ -325,7 +334,32 @@ def test_nothing_is_learned_from_a_dropped_episode(monkeypatch):
         answers.append(answer)
     found = G.episode_rewards(own, answers)
     assert found.tolist() == [1.0, 2.0, 3.0, 6.0, 0.0, 0.0, 0.0, 0.0]
-    assert own.score(answers, ()).tolist() == [1, 2, 0, 6, 0, 0, 0, 0]
+    assert G.score_episodes(own, answers).tolist() == [1, 2, 0, 6, 0, 0, 0, 0]
+
+
+@both
+def test_held_out_scores_are_not_of_faults(M):
+    """As in training, a tenth of the conversations may have one. A rank may have no conversation."""
+    own = trainer(M, Unlucky)
+    good, bad = (own.sample([seed], 20, 1.0, [(0, 0, 0)]) for seed in (1, 16))
+    assert bad[0].fault and len(own.score([*good, bad[0]], ())) == 21
+    refusal(M.RewardFault, "^ENVIRONMENT=.*: 20% of the", own.score, [*good[:8], *bad[:2]], ())
+    assert own.score([], ()).tolist() == []
+
+
+def test_calls_have_a_limit_in_the_main_thread_alone():
+    """Elsewhere no signal comes. A program's own timer goes on after a call."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(G.call_within(5.0, int, "7")))
+    thread.start()
+    thread.join()
+    assert found == [7]
+    signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    try:
+        assert G.call_within(5.0, int, "7") == 7
+        assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_numbers_of_other_kinds_are_rewards_and_long_texts_are_cut():
@@ -342,18 +376,17 @@ def test_numbers_of_other_kinds_are_rewards_and_long_texts_are_cut():
 def test_an_environment_that_always_hangs_is_no_longer_called(monkeypatch):
     """After ten calls, so that first scores of thousands of answers end soon."""
     monkeypatch.setattr(G, "STEP_SECONDS", 0.05)
-    monkeypatch.setattr(G.Episode, "hung", 0.0)
     episode, _ = replied(Counting, "")
     for _ in range(12):
         episode.fault = ""
         episode.call(naps, 9)
     assert episode.fault == "it took more than 0.05 s too often to be called"
-    # One in twenty is not too often.
-    G.Episode.hung = 0.0
+    # One in twenty is not too often. Another trainer has a count of its own.
+    episode, _ = replied(Counting, "")
     for number in range(100):
         episode.fault = ""
         episode.call(naps, 0.08 if number % 20 == 0 else 0)
-        assert "too often" not in episode.fault and G.Episode.hung < 2
+        assert "too often" not in episode.fault and episode.trainer.hung_calls < 2
 
 
 class OneTurn:
@@ -394,9 +427,13 @@ def test_what_environment_must_be(M, tmp_path):
     settings = M.Settings(environment=f"{path}:Half", reward="x.py:f")
     refusal(M.UserError, "^REWARD=", M.find_problems, settings)
     refusal(M.UserError, "^CREDIT=", M.find_problems, M.Settings(**BY_TURN[M]))
-    train, choice, held_out = M.find_problems(M.Settings(environment="x", eval_prompts=7))
-    assert len(train) == 65536 and len(held_out) == 7
-    assert not {*train} & {*choice, *held_out} and not {*choice} & {*held_out}
+    for seed in (0, 1337, 10**12 - 1):
+        settings = M.Settings(environment="x", eval_prompts=7, seed=seed)
+        train, choice, held_out = M.find_problems(settings)
+        assert len(train) == 65536 and len(held_out) == 7
+        assert not {*train} & {*choice, *held_out} and not {*choice} & {*held_out}
+        assert 0 <= train[0] and max(train[-1], choice[-1], held_out[-1]) < 2**31
+        np.random.RandomState(held_out[-1])  # takes 32 bits
 
 
 # ---------------------------------------------------------------------------------------- examples

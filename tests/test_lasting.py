@@ -328,6 +328,19 @@ def test_a_score_that_is_not_finite_is_a_fault():
     assert T.bad_scores(bad) == ["val_bpb", "val_bpb_ttt", "after loss"]
 
 
+def test_a_number_that_is_not_finite_is_null_in_json():
+    """In the file; the result keeps it, for bad_scores."""
+    written = {}
+    run = SimpleNamespace(events=[{"nats": math.nan}], settings=T.Settings())
+    run.write_file = written.__setitem__
+    after = {"loss": [1.5, math.nan, math.inf], "n": 1}
+    result = T.write_record(run, "x", {"after": after, "val_loss": -math.inf})
+    assert result["after"] is after and result["val_loss"] == -math.inf
+    found = json.loads(written["x"], parse_constant=lambda name: pytest.fail(name))
+    assert found["after"] == {"loss": [1.5, None, None], "n": 1}
+    assert found["val_loss"] is None and found["events"] == [{"nats": None}]
+
+
 def test_streams_take_any_text(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
@@ -826,6 +839,24 @@ def test_a_line_that_a_full_disk_cuts_leaves_nothing(tmp_path, capsys):
         log.write(text)
     assert log.path.read_text() == "first\nthird\n"
     assert capsys.readouterr().err == "log: [Errno 27] File too large\n"
+
+
+@pytest.mark.parametrize("method", ["seek", "truncate"])
+def test_a_fault_of_a_disk_is_a_warning(tmp_path, capsys, method):
+    """Whatever call it comes from; the next line may be written."""
+
+    def fail(*arguments):
+        raise OSError(5, "Input/output error")
+
+    log = T.LineFile(tmp_path / "log")
+    file = log.file
+    log.file = SimpleNamespace(seek=file.seek, write=fail, truncate=file.truncate)
+    setattr(log.file, method, fail)
+    log.write("first")
+    log.file = file
+    log.write("second")
+    assert log.path.read_text() == "second\n"
+    assert capsys.readouterr().err == "log: [Errno 5] Input/output error\n"
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_run(place):

@@ -292,6 +292,8 @@ def test_frozen_weights_stay_as_they_are():
     trained = [param for param in net.parameters() if param.requires_grad]
     added = sum(param.numel() for param in trained)
     assert 0 < added == sum(param.numel() for param in net.parameters()) - count
+    train_sft.freeze_model(net, trainable_layers="lora")  # one word, not letters
+    assert sum(param.numel() for param in net.parameters() if param.requires_grad) == added
     refusal(train_sft.UserError, "lorra", train_sft.freeze_model, small_network(), ["lorra"])
 
 

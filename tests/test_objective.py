@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from policies import (
     ASSISTANT,
     BAND,
@@ -786,10 +787,81 @@ def test_several_rewards_get_their_columns_are_weighted_and_logged_by_name(monke
     assert metrics["reward"] == pytest.approx(mean + 0.5 * 9 / 4, abs=1e-9)
     own = trainer(G, parts=dict(parts, reward_weights=[1]))
     refusal(G.UserError, "reward_weights", own.train_step, rows)
+    # The weights are also those of functions that come later.
+    own = trainer(G, parts=dict(reward_weights=[1, 0.5, 3]))
+    for _ in range(2):
+        assert own.train_step(rows, functions)["reward"] == metrics["reward"]
+        own.steps = 0
+    refusal(G.UserError, "reward_weights=.*1 number", own.train_step, rows, size)
     logged = []
     own = trainer(G, parts=dict(reward_funcs=functions[2:], log=logged.append))
     assert own.train_step(rows)["reward"] == 0
     assert logged == ["reward: 12 answers got None from each function; they count 0"]
+
+
+@each_trainer
+def test_queries_are_a_list_or_what_has_its_form(M):
+    """Of a string letters would be trained on, of a DatasetDict its keys, and a generator ends."""
+    bad = ["rows.jsonl", {"train": QUERIES}, {"prompt": "a"}, iter(QUERIES), {*QUERIES}, None]
+    own = trainer(M, parts=dict(reward_funcs=lengths_score))
+    for queries in bad:
+        refusal(M.UserError, "^train_step: must be a list", own.train_step, queries)
+        parts = dict(train_dataset=queries)
+        refusal(M.UserError, "^train_dataset: must be a list", trainer, M, parts=parts)
+    assert len(trainer(M, parts=dict(train_dataset=np.array(QUERIES))).dataset) == 4
+
+
+@each_trainer
+def test_a_program_computes_as_the_script_does(M, monkeypatch):
+    """In DTYPE, with activation checkpointing, and with PyTorch set up for the device."""
+    seen = []
+    monkeypatch.setattr(torch, "set_flush_denormal", seen.append)
+    network = trainer(M, dtype="bfloat16", activation_checkpointing=True).network
+    assert network.dtype == torch.bfloat16 and network.activation_checkpointing and seen == [True]
+    # What a program has set stays with the defaults.
+    network = trainer(M, network).network
+    assert network.dtype == torch.bfloat16 and network.activation_checkpointing
+
+
+def test_a_trainer_belongs_to_the_process_group(monkeypatch):
+    """Otherwise each rank would train a policy of its own."""
+    assert trainer(G).runtime == ALONE
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_rank", lambda: 2)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+        assert trainer(G).runtime == G.Runtime(2, 4, CPU, True)
+        assert trainer(G, parts=dict(runtime=ALONE)).runtime == ALONE
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
+
+
+def test_adapters_leave_the_random_numbers_of_a_program_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    networks = []
+    for seed in (0, 0, 1):
+        networks.append(policy())
+        torch.manual_seed(5)
+        settings = G.Settings(lora_rank=2, qat=False, dtype="bfloat16", seed=seed)
+        G.adapt(networks[-1], settings, CPU)
+        assert torch.equal(torch.rand(3), expected)
+    assert networks[0].dtype == torch.bfloat16
+    assert networks[0].embed.dtype == torch.bfloat16  # frozen
+    states = [{n: w for n, w in net.state_dict().items() if "lora_a" in n} for net in networks]
+    assert all(torch.equal(w, states[1][name]) for name, w in states[0].items())
+    assert not any(torch.equal(w, states[2][name]) for name, w in states[0].items())
+
+
+@each_trainer
+def test_the_default_dtype_of_a_program_may_be_another_one(M, monkeypatch):
+    """It is float64 here, and the network is in float32."""
+    scripted(monkeypatch, M)
+    own = trainer(M, policy().float())
+    metrics = own.train_step(QUERIES, lambda prompts, completions: lengths_score(completions))
+    assert math.isfinite(metrics["loss"])
 
 
 # ---------------------------------------------------------------------------- what RESUME compares

@@ -107,6 +107,17 @@ def test_a_log_by_hand(by_hand):
     assert spans == {"warmup": (0.1, 0.2), "warmdown": (0.6, 0.6)}
 
 
+def test_a_table_has_scores_and_code_is_none():
+    """A line of a traceback may look like one of a table."""
+    log = report.Log()
+    lines = ["  before", "  loss  2.5000 [nan, nan]", "    before = x[0]"]
+    for line in [*lines, "    return [float(a), len(b)]", "    x = y [a, b]"]:
+        report.read_line(log, line)
+    assert log.columns == ["before"] and [*log.series] == ["held-out loss"]
+    assert values(log, "held-out loss") == [2.5]
+    assert report.show_score([0.5, None, None]) == "0.500"  # without an interval
+
+
 def test_the_series_of_real_runs(runs):
     run = read_run(runs["gpt"])
     log = run.log
@@ -232,9 +243,12 @@ def test_hostile_texts_are_escaped_and_broken_lines_counted(by_hand):
     row = dict(step=1, phase="train", prompt="<b>", completion=text, rewards={"a<b": None, "c": 2})
     row |= dict(reward=1.5, advantage=None, finished=False)
     bad = ["{", "[]", json.dumps({**row, "reward": "x"}), json.dumps({**row, "rewards": [1]})]
-    lines = [json.dumps(row), *bad]
-    (by_hand / "samples.jsonl").write_text("\n".join(lines))
+    # These do not end a line of JSON.
+    row["completion"] += "\u2028\u2029\x85"
+    lines = [json.dumps(row, ensure_ascii=False), *bad]
+    (by_hand / "samples.jsonl").write_text("\n".join(lines), encoding="utf-8")
     run = read_run(by_hand)
+    assert [sample["completion"] for sample in run.samples] == [row["completion"]]
     for step in (1, 2, 3):
         run.log.add("kl", step, 0.0)
         run.log.add("entropy", step, float(step))
@@ -243,5 +257,5 @@ def test_hostile_texts_are_escaped_and_broken_lines_counted(by_hand):
     assert "<figcaption>entropy</figcaption>" in page and "<figcaption>kl</figcaption>" not in page
     assert "never changes: kl 0" in page
     assert "<script>" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;\\n\\x1b[2J9999" in page
-    assert "[330 characters left out]" in page and "a&lt;b –" in page
+    assert "[333 characters left out]" in page and "a&lt;b –" in page
     assert "4 lines of samples.jsonl are no samples" in page

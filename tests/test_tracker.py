@@ -109,9 +109,40 @@ def test_a_terminal_has_the_seconds_that_are_left(monkeypatch, iterations, secon
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_a_package_that_is_missing_is_an_error_at_the_start(monkeypatch, tmp_path, kind):
     monkeypatch.setitem(sys.modules, kind, None)
-    refusal(T.UserError, f"TRACKER='{kind}'.*pip install {kind}", run_of, tmp_path, kind)
+    said = f"^TRACKER='{kind}': .*{kind}.*; must be installed .pip install {kind}"
+    refusal(T.UserError, said, run_of, tmp_path, kind)
     # The folder is empty, so the same RUN_ID may be used once it is installed.
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_a_tracker_that_fails_is_left_and_the_run_goes_on(monkeypatch, tmp_path, capsys):
+    """As TensorBoard's does on a full disk; once it is said, in the log, too."""
+
+    def full(numbers, step):
+        raise OSError(28, "No space left on device")
+
+    stand_in(monkeypatch, "wandb", init=lambda **own: None, log=full)
+    log = run_of(tmp_path, "wandb").log
+    for step in (3, 4):
+        log.metrics(step, METRICS)
+    said = "warning: TRACKER gets nothing from step 3 on: OSError(28, 'No space left on device')\n"
+    assert capsys.readouterr().err == said
+    assert (tmp_path / "a" / "log.txt").read_text(encoding="utf-8").count(said) == 1
+    assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_tracker_that_cannot_begin_leaves_nothing(monkeypatch, tmp_path):
+    """W&B without a login: one line with its reason. The same RUN_ID may be used after the login."""
+
+    def refuse(**own):
+        raise ValueError("No API key.\nUse `wandb login`")
+
+    stand_in(monkeypatch, "wandb", init=refuse, log=None)
+    reason = "^TRACKER='wandb': No API key. Use `wandb login`; must be .*WANDB_MODE=offline"
+    refusal(T.UserError, reason, run_of, tmp_path, "wandb")
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    stand_in(monkeypatch, "wandb", init=lambda **own: None, log=None)
+    run_of(tmp_path, "wandb")
 
 
 def test_other_ranks_mirror_nothing(monkeypatch, tmp_path):

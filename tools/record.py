@@ -180,7 +180,7 @@ def read_log(path: Path) -> Log:
             f"{path.name}: not the log of a run that ended (expected source, a line of 120 =, "
             "versions, settings, and results below ---)"
         )
-    lines = end.splitlines()
+    lines = end.split("\n")
     try:
         facts = read_facts(lines)
         versions = ast.literal_eval(versions[1])

@@ -83,6 +83,7 @@ RESULTS = (
 OUTLIER = 1.5  # a stretch of steps that takes longer than this many medians is marked
 COLORS = "#2f7ed8 #e0731d #2ca25f #d6455d #8e6bd8 #a0703c #d85aa8 #1aa3b8 #9a9a1f #7a8793".split()
 PARTS = "matrix embedding control coder header".split()  # of an artifact, see quantize.py
+SCORE = r"-?\d+\.\d+|nan"  # in the table of scores
 PAIR = re.compile(r"(?:^| )(\w+):(-?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))(?:ms|%)?(?= |$)")
 TEXT = "#010203"  # becomes the page's own colour
 STYLE = {
@@ -171,7 +172,7 @@ class Log:
         if name == "before":
             self.columns = [name, *titles]
             return
-        scores = re.findall(r"(\S+) \[(\S+), (\S+)\]", line)
+        scores = re.findall(rf"({SCORE}) \[({SCORE}), ({SCORE})\]", line)
         cells = dict(zip(self.columns, scores, strict=False))
         if "before" in cells and not self.last:  # a resumed run prints it again
             self.add(f"held-out {name}", 0, list(map(float, cells["before"])))
@@ -263,7 +264,7 @@ def read_line(log: Log, line: str) -> None:
     """Read a line of a log."""
     if match := re.match(r"step:(\d+)[ /]", line):
         read_step_line(log, int(match[1]), line)
-    elif re.match(r" +(before|\w+ .*\[)", line):
+    elif re.match(rf" +(before[\w ]*$|\w+ .*({SCORE}) \[)", line):
         log.read_table(line)
     elif match := re.match(r"before: ({.*})$", line):
         if not log.last:  # a resumed run prints it again
@@ -481,7 +482,8 @@ def read_samples(run: Run) -> None:
     path = run.folder / "samples.jsonl"
     faults = 0
     if run.artifact.name == "model.upar" and path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in io.StringIO(text):  # splitlines would cut at U+2028, too
             try:
                 row = json.loads(line)
                 row["rewards"] = dict(row.get("rewards", {}))
@@ -513,7 +515,7 @@ def show_score(score: object) -> str:
     """Return a score with three digits, and its 95% interval in brackets."""
     if not isinstance(score, list):
         return f"{score:.3f}" if isinstance(score, float) else show(score)
-    mean, low, high = (f"{value:.3f}" for value in score)
+    mean, low, high = ("–" if value is None else f"{value:.3f}" for value in score)
     return mean if low == high else f"{mean} [{low}, {high}]"
 
 
