@@ -4599,7 +4599,7 @@ def system_turns(settings):
     if not settings.tools:
         return turns
     try:
-        tools = parse_line(read_file(settings.tools))
+        tools = parse_line(read_file(settings.tools).removeprefix(b"\xef\xbb\xbf"))
         return [tools_turn(parsed_list({"tools": tools}, "tools")), *turns]
     except RowError as error:
         raise UserError(
@@ -5015,13 +5015,21 @@ def answer_questions(model, questions, settings, count):
 
 # ------------------------------------------------------------------------------------------ scores
 def read_documents(path, log):
-    """Return the documents of a file: JSON lines with `text` by its name, otherwise the file."""
+    """Return the documents of a file: JSON lines with `text` by its name, otherwise the file.
+
+    A .txt file is split at <|endoftext|>, as data/prepare.py splits it.
+    """
     if re.search(r"\.(jsonl?(\.zst|\.gz)?|parquet)$", path.lower()):
         return read_rows(path, row_text, log)
     try:
-        return [filled_text({"text": read_file(path).decode()}, "text")]
+        text = filled_text({"text": read_file(path).decode("utf-8-sig")}, "text")
     except (UnicodeDecodeError, RowError) as error:
         raise UserError(f"SCORE_PATH={path!r}: must be UTF-8 text or JSON lines; {error}") from None
+    parts = re.split(r"(?m)<\|endoftext\|>(?:(?=\r?$)|(?<=^<\|endoftext\|>))", text)
+    if len(parts) == 1 or not re.search(r"\.txt(\.zst|\.gz)?$", path.lower()):
+        return [text]
+    texts = [part.strip("\r\n").removeprefix("<|startoftext|>") for part in parts]
+    return [text for text in texts if text.strip()]
 
 
 def window_rows(model, stream, stride):

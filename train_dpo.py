@@ -5274,7 +5274,7 @@ SETTING_NAMES = {
     "norms": "NORM (a word for each layer)",
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
-    "data_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the rows)",
+    "data_sha256": "TRAIN_FILES or VAL_FILES, or EMA and SWA (SHA-256 of the rows)",
     "held_out_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the held-out prompts)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
 }
@@ -6114,6 +6114,9 @@ def open_run(settings, steps, network, tokenizer, runtime, data_sha256):
     clock = Clock(timing, runtime, replayed_progress(settings))
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
     identity |= {"data_sha256": data_sha256, "tokenizer_sha256": tokenizer.sha256}
+    # In capitals: the network has a train_seq_len, too, and may have room for more. The setting
+    # decides how rows are packed.
+    identity["TRAIN_SEQ_LEN"] = settings.train_seq_len
     identity |= asdict(network.config)
     run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
     run.log.iterations = steps

@@ -5236,7 +5236,7 @@ SETTING_NAMES = {
     "norms": "NORM (a word for each layer)",
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
-    "data_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the rows)",
+    "data_sha256": "TRAIN_FILES or VAL_FILES, or EMA and SWA (SHA-256 of the rows)",
     "held_out_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the held-out prompts)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
 }

@@ -5229,7 +5229,7 @@ SETTING_NAMES = {
     "norms": "NORM (a word for each layer)",
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
-    "data_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the rows)",
+    "data_sha256": "TRAIN_FILES or VAL_FILES, or EMA and SWA (SHA-256 of the rows)",
     "held_out_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the held-out prompts)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
 }
@@ -6253,6 +6253,9 @@ def open_run(settings, steps, network, tokenizer, runtime, data_sha256):
     clock = Clock(timing, runtime, replayed_progress(settings))
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
     identity |= {"data_sha256": data_sha256, "tokenizer_sha256": tokenizer.sha256}
+    # In capitals: the network has a train_seq_len, too, and may have room for more. The setting
+    # decides how rows are packed.
+    identity["TRAIN_SEQ_LEN"] = settings.train_seq_len
     identity |= asdict(network.config)
     run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
     run.log.iterations = steps
@@ -6675,6 +6678,16 @@ class SFTTrainer(Finetuner, Stateful):
         return self.runtime.sum(scores).cpu()
 
 
+def step_windows(windows, place, steps):
+    """Return the windows of an epoch that its step number `place` reads, one of so many steps.
+
+    Where a file has a weight below 1, an epoch may have fewer windows than steps, the number in the
+    first epoch. Its last steps read windows once more: a step without rows would still move the
+    weights, by momentum and weight decay.
+    """
+    return windows[place::steps] or [windows[place % len(windows)]]
+
+
 def first_answer(row):
     """Return the ids of a Row up to its first answer, and those of the answer."""
     is_learned = (row.targets >= 0).tolist()
@@ -6819,7 +6832,7 @@ def main():
 
         # 3. Forward and backward over the windows of this step.
         epoch, place = divmod(run.step, epoch_steps)
-        windows = windows_of(epoch)[place::epoch_steps]
+        windows = step_windows(windows_of(epoch), place, epoch_steps)
         rows = [data.train[number] for number in itertools.chain(*windows)]
         targets = sum(int((row.targets >= 0).sum()) for row in rows)
         sums = trainer.forward_backward(data.train, windows, targets)

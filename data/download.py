@@ -36,6 +36,7 @@ import math
 import os
 import re
 import shutil
+import ssl
 import sys
 import tempfile
 import time
@@ -773,7 +774,13 @@ TRIES = 5  # without a new byte; a machine without a network is told so after 8 
 RETRY_SECONDS = 0.5  # doubled with each try
 TIMEOUT_SECONDS = 30
 READ_TOKENS = 4_000_000  # of a shard that are in memory at once as int64
-NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
+NETWORK_ERRORS = (
+    urllib.error.URLError,
+    http.client.HTTPException,
+    ConnectionError,
+    TimeoutError,
+    ssl.SSLError,  # while a body is read; in a connection that fails it is a URLError
+)
 
 
 class KeepDigest(urllib.request.HTTPRedirectHandler):

@@ -7,10 +7,10 @@
     python data/prepare.py --token-bytes data/mine      for shards of an older version; writes token_bytes.bin
 
 A source is a file or a folder. A line of a .jsonl file is an object whose field `text` (or --field)
-is a document. A .txt, .md or .py file is one document, and so is a file without extension. Each may
-be compressed, as .gz or .zst. Links are followed. What a folder has beside these is passed over and
-named with the reason: another kind, not UTF-8, hidden, a broken link, not readable. A file that is
-named itself must be text.
+is a document. A .txt, .md or .py file is one document, and so is a file without extension; but a .txt
+file is split where a line begins or ends with <|endoftext|>. Each may be compressed, as .gz or .zst.
+Links are followed. What a folder has beside these is passed over and named with the reason: another kind, not
+UTF-8, hidden, a broken link, not readable. A file that is named itself must be text.
 
 Exact and near duplicates are dropped. Documents are shuffled over all sources by a seed. OUT gets
 its files at the end, so that an interrupted or refused run leaves nothing that counts.
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import codecs
 import contextlib
 import functools
 import gzip
@@ -773,7 +774,13 @@ ENDINGS = (LINES, ".txt", ".md", ".py")  # what a folder is searched for, beside
 PACKED = (".gz", ".zst")  # compressions that each of these may have
 NOT_UTF8 = "not UTF-8 (iconv -f LATIN1 -t UTF-8 FILE > NEW converts Latin-1)"
 NAMED = 20  # files passed over that are named for each reason; the others are only counted
-LINE_BYTES = 256_000_000  # a longer line of a .jsonl file is an error, because it is held in memory
+# A longer document, or line of a .jsonl file, is an error: tokenizing took 80 times the memory of one.
+DOCUMENT_BYTES = 256_000_000
+READ_BYTES = 16_000_000  # of a text file at a time
+SEPARATOR = b"<|endoftext|>"  # between documents of a .txt file, as in TinyStories
+# At the beginning or the end of a line: inside of one it is text, of somebody who writes about it.
+BORDER = re.compile(rb"(?m)<\|endoftext\|>(?:(?=\r?$)|(?<=^<\|endoftext\|>))")
+START = "<|startoftext|>"  # before each of them in files for gpt-2-simple
 # A compressed file of more is an error: text takes a tenth of its size, a forged file a thousandth.
 UNPACKED_BYTES = 256_000_000
 UNPACKED_RATIO = 200
@@ -819,6 +826,8 @@ class Request:
         identity["sources_sha256"] = digest.hexdigest()
         if self.field != "text":
             identity["field"] = self.field
+        if self.separated:  # an older version took such a file for one document
+            identity["separator"] = SEPARATOR.decode()
         if self.tokenizer:
             identity["tokenizer"] = open_tokenizer(self.tokenizer).sha256
         else:
@@ -831,13 +840,18 @@ class Request:
         """Return the files of training and validation."""
         return {*self.sources, *self.val_sources}
 
+    @functools.cached_property
+    def separated(self):
+        """The files that are split at SEPARATOR."""
+        return [path for path in self.all_sources() if is_separated(path)]
+
+    @functools.cached_property
     def has_one_document(self):
-        """Return whether the sources are a single text file, which is split by its tail."""
-        return (
-            not self.val_sources
-            and len(self.sources) == 1
-            and not any(map(has_lines, self.sources))
-        )
+        """Whether the sources are a single document, which is split by its tail."""
+        if self.val_sources or len(self.sources) > 1 or any(map(has_lines, self.sources)):
+            return False
+        (path,) = self.sources
+        return len([*itertools.islice(text_documents(path), 2)]) == 1
 
 
 def unpacked_name(path):
@@ -922,10 +936,50 @@ def open_source(path):
     return open(path, "rb")
 
 
-def read_text(path):
-    """Return the text of a file that is one document. Raises UnicodeDecodeError."""
+def split_text(path):
+    """Yield a text file as bytes: a .txt file in the parts between separators, others whole.
+
+    Raises UserError for a part that is too long.
+    """
+    rest = b""
     with open_source(path) as file:
-        return file.read().decode()  # text mode would change the line ends
+        while block := file.read(READ_BYTES):
+            rest += block + file.readline(DOCUMENT_BYTES)
+            if unpacked_name(path).endswith(".txt"):
+                *parts, rest = BORDER.split(rest)
+                yield from parts
+            if len(rest) > DOCUMENT_BYTES:
+                # What is no text ends with another error. A letter may be cut at the end.
+                codecs.getincrementaldecoder("utf-8")().decode(rest)
+                raise UserError(
+                    f"source {path}: a document of over {DOCUMENT_BYTES:,} bytes, for which memory "
+                    "does not suffice; must be .jsonl with a document in each line, or .txt with "
+                    f"the line {SEPARATOR.decode()} between documents"
+                )
+    yield rest
+
+
+def is_separated(path):
+    """Return whether a file is split at SEPARATOR."""
+    return not has_lines(path) and len([*itertools.islice(split_text(path), 2)]) == 2
+
+
+def text_documents(path):
+    """Yield the documents of a text file. Raises UnicodeDecodeError, and UserError for a long one.
+
+    The only one is as the file has it, but without the mark (BOM) that some editors put before it.
+    Documents between separators are without the line ends around them.
+    """
+    parts = split_text(path)
+    first = next(parts)
+    second = next(parts, None)
+    if second is None:
+        yield first.decode("utf-8-sig")
+        return
+    for part in itertools.chain([first, second], parts):
+        text = part.decode("utf-8-sig").strip("\r\n").removeprefix(START)
+        if text.strip():
+            yield text
 
 
 def text_fault(path):
@@ -933,7 +987,8 @@ def text_fault(path):
     try:
         if has_lines(path):
             open(path, "rb").close()
-        elif not read_text(path).strip():
+        # A list, because all of them must be UTF-8.
+        elif not any([bool(text.strip()) for text in text_documents(path)]):
             return "empty"
     except UnicodeDecodeError:
         return NOT_UTF8
@@ -1045,13 +1100,14 @@ def read_documents(path, field):
     Raises UserError that names file and line.
     """
     if not has_lines(path):
-        yield read_text(path)
+        yield from text_documents(path)
         return
     with open_source(path) as file:
-        for number, line in enumerate(iter(functools.partial(file.readline, LINE_BYTES), b""), 1):
+        lines = iter(functools.partial(file.readline, DOCUMENT_BYTES), b"")
+        for number, line in enumerate(lines, 1):
             where = f"source {path}, line {number}"
-            if len(line) == LINE_BYTES:
-                raise UserError(f"{where}: longer than {LINE_BYTES:,} bytes")
+            if len(line) == DOCUMENT_BYTES:
+                raise UserError(f"{where}: longer than {DOCUMENT_BYTES:,} bytes")
             if not line.strip():
                 yield ""
                 continue
@@ -1100,7 +1156,7 @@ def split_document(data, path, request):
 
     Its SHA-256 decides which side, unless --val says so.
     """
-    if request.has_one_document():
+    if request.has_one_document:
         parts = split_tail(data, request)
         print(f"one document: its last {len(parts['val']):,} bytes are the validation", flush=True)
         return parts
@@ -1146,6 +1202,7 @@ def spool_file(path, request, files, counts):
         if not text.strip():
             counts["empty"] += 1
             continue
+        counts["with_separator"] += SEPARATOR in data
         for split, part in split_document(data, path, request).items():
             digest = hashlib.sha256(part).digest()
             key = hashlib.sha256(b"%d:" % request.seed + digest).digest()
@@ -1162,13 +1219,17 @@ def spool(request, work):
         files[name] = open(work / "spool" / name, "wb")
     counts = Counter(documents=0, empty=0, not_lossless=0, no_text=0)
     without = f"no text in `{request.field}`"
+    split_documents = 0
     rows = []
     field_names = Counter()
     for path, name in (request.val_sources | request.sources).items():
+        begin = counts["documents"]
         for number, row in spool_file(path, request, files, counts):
             rows.append(f"{name} line {number}")
             if len(rows) <= NAMED:
                 field_names.update(key for key, value in row.items() if isinstance(value, str))
+        if path in request.separated:
+            split_documents += counts["documents"] - begin
     for file in files.values():
         file.close()
     if rows and len(rows) == counts["documents"] - counts["empty"]:
@@ -1178,8 +1239,20 @@ def spool(request, work):
             f"must be {texts or '--field NAME of a field that holds text'}"
         )
     print_passed_over({f"rows with {without}": rows} if rows else {})
+    if request.separated:
+        print(
+            f"split at {SEPARATOR.decode()}: {len(request.separated)} .txt files, "
+            f"{split_documents:,} documents",
+            flush=True,
+        )
+    if counts["with_separator"]:
+        print(
+            f"warning: {SEPARATOR.decode()} stays text in {counts['with_separator']:,} documents; "
+            "only a .txt file is split at it, and there not inside a line",
+            flush=True,
+        )
     # The two parts of a single document count as two.
-    counts["documents"] += request.has_one_document()
+    counts["documents"] += request.has_one_document
     return counts
 
 
@@ -1261,7 +1334,8 @@ def run_jobs(workers, work, jobs):
             yield from results
     except BrokenProcessPool:
         raise UserError(
-            f"--workers {workers}: a process was killed, probably for its memory; fewer take less"
+            f"--workers {workers}: a process was killed, probably for its memory; "
+            "fewer take less, and so do shorter documents: .jsonl has one in each line"
         ) from None
 
 
@@ -1477,7 +1551,7 @@ def build(request, work, workers):
     """Write shards and tokenizer into work/result. Return the manifest."""
     print("reading the sources", flush=True)
     counts = spool(request, work)
-    parts = "its two parts" if request.has_one_document() else f"{counts['documents']:,} documents"
+    parts = "its two parts" if request.has_one_document else f"{counts['documents']:,} documents"
     print(f"looking for duplicates among {parts}", flush=True)
     select(request, work, counts, workers)
     result = work / "result"
@@ -1501,7 +1575,7 @@ def build(request, work, workers):
         if part.pop("changed"):
             print_changes(split, part)
         manifest[split] = part
-    if request.has_one_document():
+    if request.has_one_document:
         manifest["split"] = "tail"  # of the only document; a split by hash has no such line
     kinds = ["exact_duplicates", "near_duplicates", "not_lossless", "empty"]
     if counts["no_text"]:

@@ -22,7 +22,7 @@ from test_weights import network
 import sample as S
 import train_dpo as D
 import train_sft as F
-from conftest import BYTES, ODD, Child, environment, mutated, pack, refusal, server, write_json
+from conftest import BYTES, ODD, Child, environment, mutated, pack, refusal, server
 
 SYSTEM, USER, ASSISTANT, END = S.ROLE_TOKENS
 
@@ -644,7 +644,7 @@ def talk(monkeypatch, capsys, tmp_path):
 def test_a_chat_with_tools_has_the_turns_of_a_row(talk, tmp_path):
     """The model calls a tool in text, and /tool is its result: ids are those that train_sft.py learns."""
     path = tmp_path / "tools.json"
-    write_json(path, [TOOL])
+    path.write_text("\ufeff" + json.dumps([TOOL]), encoding="utf-8")  # as some editors write it
     row = {"tools": [TOOL], "messages": [said("s", "system"), *TOOL_TALK]}
     ids, _ = F.turn_ids(BYTES, F.row_turns(row, set())[1])
     artifact = str(pack(network(0, train_seq_len=1024), BYTES, tmp_path / "long"))

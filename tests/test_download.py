@@ -1,9 +1,11 @@
 """data/download.py against a local HTTP server that drops, truncates, damages and refuses."""
 
 import hashlib
+import http.client
 import http.server
 import json
 import re
+import ssl
 import threading
 import time
 from types import SimpleNamespace
@@ -196,6 +198,23 @@ def test_server_errors_are_retried_and_missing_files_are_not(server, tmp_path):
     server.fail["/manifest.json"] = [503] * 20
     refuses(r"cannot reach 127\.0\.0\.1:\d+", fetch_all, server, out)
     assert len(server.fail["/manifest.json"]) == 20 - download.TRIES
+
+
+def test_a_fault_of_tls_in_a_body_is_one_of_the_network(server, tmp_path, monkeypatch):
+    read = http.client.HTTPResponse.read
+    faults = [ssl.SSLError(1, "bad record mac")]
+
+    def read_or_fail(answer, *words):
+        if faults:
+            raise faults.pop()
+        return read(answer, *words)
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read", read_or_fail)
+    fetch_all(server, tmp_path / "out")
+    assert arrived(server, tmp_path / "out") and not faults
+    faults += [ssl.SSLError(1, "bad record mac")] * 9
+    refuses(r"^cannot reach .*\(.*bad record mac", fetch_all, server, tmp_path / "other")
+    assert len(faults) == 9 - download.TRIES
 
 
 def test_no_network_is_one_line(tmp_path, monkeypatch):

@@ -241,6 +241,53 @@ def test_a_single_document_is_split_by_its_tail(tmp_path):
         assert not any(manifest["dropped"].values()) and manifest["overlap_documents"] == 0
 
 
+MARK = "<|endoftext|>"
+
+
+def test_a_txt_is_split_at_its_separators(tmp_path, monkeypatch, capsys):
+    """The shards are those of a .jsonl with these documents, wherever a read ends."""
+    monkeypatch.setattr(prepare, "READ_BYTES", 13)
+    monkeypatch.setattr(prepare, "DOCUMENT_BYTES", 2000)  # less than a file has
+    texts = [*(words(i, 20) for i in range(60)), f"two\n\nparts, größer than {MARK} is "]
+    options = (*BYTES, "--val-frac", 0.3, "--out")
+    wanted = run(write_jsonl(tmp_path / "a.jsonl", texts), *options, tmp_path / "out")
+    files = {
+        "a.txt": f"\n{MARK}\n".join(texts) + f"\n{MARK}\n",
+        "b.TXT": "\ufeff" + "".join(f"<|startoftext|>{text}{MARK}\r\n" for text in texts),
+        "c.txt.gz": f"{MARK} \n{MARK}" + f"\n{MARK}".join([*texts, texts[3]]),
+    }
+    for name, content in files.items():
+        raw = content.encode()
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+        capsys.readouterr()
+        manifest = run(tmp_path / name, *options, tmp_path / f"{name} out")
+        assert (manifest["train"], manifest["val"]) == (wanted["train"], wanted["val"])
+        count = len(texts) + (name == "c.txt.gz")
+        printed = capsys.readouterr().out
+        assert f"split at {MARK}: 1 .txt files, {count} documents\n" in printed
+        assert f"warning: {MARK} stays text in 1 documents; " in printed
+        assert manifest["dropped"]["exact_duplicates"] == count - len(texts)
+        assert "split" not in manifest
+    assert all_documents(tmp_path / "out") == encoded(texts)
+    del manifest["request"]["separator"]  # as if it were of a version that did not split
+    write_json(tmp_path / "c.txt.gz out" / "manifest.json", manifest)
+    refuses("data of another request", tmp_path / "c.txt.gz", *options, tmp_path / "c.txt.gz out")
+
+
+def test_marks_around_the_only_document(tmp_path):
+    """A byte-order mark is no text, nor is a separator, but in files of other kinds."""
+    text = "\n".join(words(i, 10) for i in range(30))
+    for name, content, whole in (
+        ("a.txt", "\ufeff" + text, text),
+        ("b.txt", f"{text}\n{MARK}\n", text),
+        ("c.md", text + MARK, text + MARK),
+    ):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        out = tmp_path / f"{name} out"
+        assert run(tmp_path / name, "--out", out, *BYTES)["split"] == "tail"
+        assert b"".join(documents(out, "train") + documents(out, "val")) == whole.encode()
+
+
 def passed_over(capsys):
     """The lines on what was passed over."""
     lines = capsys.readouterr().out.splitlines()
@@ -318,11 +365,14 @@ SOURCES = [
     ("g.txt.GZ", b"no gzip", "g.txt.GZ: damaged"),
     ("g.txt.gz", gzip.compress(bytes(10**6)), "g.txt.gz: unpacks to over 200 times its size"),
     ("g.jsonl.zst", zstandard.compress(bytes(10**8)), "zst: unpacks to over 200 times its size"),
+    ("i.txt", b"word " * 40_001, "i.txt: a document of over 200,000 bytes, .* be .jsonl"),
+    ("j", b"\xff" * 200_001, "j: .*1 not UTF-8"),
 ]
 
 
 def test_source_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "UNPACKED_BYTES", 1000)
+    monkeypatch.setattr(prepare, "DOCUMENT_BYTES", 200_000)
     for name, content, message in SOURCES:
         (tmp_path / name).write_bytes(content)
         refuses(message, tmp_path / name, "--out", tmp_path / "out", *BYTES)
@@ -333,7 +383,7 @@ def test_rows_without_a_text_are_counted_and_named(tmp_path, capsys):
     folder = tmp_path / "in"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", [*map(words, range(40)), None, 5, words(50)])
-    (folder / "c.jsonl").write_text(json.dumps({"content": words(60)}) + "\n")
+    (folder / "c.jsonl").write_text("\ufeff" + json.dumps({"content": words(60)}), encoding="utf-8")
     manifest = run(folder, "--out", tmp_path / "out", *BYTES, "--val-frac", 0.3)
     names = "in/a.jsonl line 41, in/a.jsonl line 42, in/c.jsonl line 1"
     assert passed_over(capsys) == [f"rows with no text in `text`: 3 ({names})"]

@@ -103,6 +103,13 @@ DOCUMENTS = [
 STREAM = list(itertools.chain(*([BOS, *ids_of(text)] for text in DOCUMENTS)))
 
 
+def test_a_txt_file_is_split_as_in_preparation(tmp_path):
+    text = "one\n<|endoftext|>\n<|startoftext|>the <|endoftext|> two<|endoftext|>\n"
+    for name, documents in (("a.txt", ["one", "the <|endoftext|> two"]), ("a.md", [text])):
+        (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+        assert S.read_documents(str(tmp_path / name), print) == documents
+
+
 def test_texts_have_the_scores_of_training(place, tmp_path):
     """In windows side by side, in sliding ones, and over whole documents: longer than the context, one
     without ids, the end. In float64, as train_gpt.py has them.

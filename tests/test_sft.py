@@ -237,6 +237,18 @@ def test_an_epochs_windows_are_a_function_of_seed_and_epoch():
     assert first not in (S.epoch_windows(data, 1, 64, 1), S.epoch_windows(data, 2, 64, 0))
 
 
+def test_a_step_of_an_epoch_of_few_windows_reads_some_again():
+    """A weight of 0.5 takes two of these rows: both long ones, both short ones, or one of each."""
+    rows = [parsed(talk("u" + "a" * length, "ab")) for length in (50, 50, 2, 2)]
+    data = SimpleNamespace(train=rows, parts=[(np.arange(4), 0.5)])
+    epochs = [S.epoch_windows(data, seed, 64, epoch) for seed in range(20) for epoch in (0, 1)]
+    assert {len(windows) for windows in epochs} == {1, 2}
+    windows = [[4], [2, 0], [3]]
+    steps = [S.step_windows(windows, place, 5) for place in range(5)]
+    assert steps == [[[4]], [[2, 0]], [[3]], [[4]], [[2, 0]]]
+    assert [S.step_windows(windows, place, 2) for place in (0, 1)] == [[[4], [3]], [[2, 0]]]
+
+
 # ----------------------------------------------------------------------------------- a step's loss
 
 
