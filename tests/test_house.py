@@ -20,15 +20,15 @@ LINES_PER_CONFIG = 18
 # Tokens at most, as tools/tokens.py counts them. These limits are lifted while published models, rows
 # and rewards as users write them are made to work; the changes after that set them anew.
 TOKENS = {
-    "train_gpt.py": 31_500,
-    "train_sft.py": 39_500,
-    "train_dpo.py": 39_500,
-    "train_ppo.py": 46_500,
-    "train_grpo.py": 48_500,
-    "train_gspo.py": 48_500,
+    "train_gpt.py": 32_500,
+    "train_sft.py": 41_500,
+    "train_dpo.py": 41_500,
+    "train_ppo.py": 48_500,
+    "train_grpo.py": 50_500,
+    "train_gspo.py": 50_500,
     "quantize.py": 23_000,
     "convert.py": 29_000,
-    "sample.py": 32_800,
+    "sample.py": 34_500,
 }
 POLICIES = ["train_grpo.py", "train_gspo.py", "train_ppo.py"]
 TOKENS_OF_KERNELS, TOKENS_OF_MODEL = 1_500, 8_000
@@ -36,7 +36,7 @@ TOKENS_OF_MAIN, TOKENS_PER_FUNCTION, TOKENS_PER_CLASS = 2_000, 500, 2_000
 CALLED = ("forward", "backward", "train", "train_step")  # by PyTorch, or in programs
 SETTINGS, OTHER_SETTINGS = 63, 63
 TOKENS_PER_PAGE = 3_000
-TOKENS_OF_TESTS = 199_500  # of all of them, a tenth above what stands there
+TOKENS_OF_TESTS = 208_000  # of all of them, a tenth above what stands there
 
 sync, tokens = load_tool("sync"), load_tool("tokens")
 
