@@ -3193,8 +3193,7 @@ def choose_kernels(choice, network, runtime, log):
 
     choice: as the setting KERNELS. Two windows of the run, with random documents, are the check. A
     form may be at most twice as far from float32 as the plain form, and 0.001 more, since in float32
-    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU, and
-    for a form that passes on rank 0 alone.
+    the plain form has no error. Raises UserError if fla is asked for and left out, or on a CPU.
     """
     FAST.clear()
     if choice == "fla" and runtime.device.type == "cpu":
@@ -3219,14 +3218,11 @@ def choose_kernels(choice, network, runtime, log):
             reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
         except Exception as fault:  # whatever a compiler or a package raises, it is not used
             reason = repr(fault)
-        is_taken = runtime.agree(good)  # rank 0 decides: ranks must not differ
-        if is_taken and not good:
-            raise UserError(
-                f"kernels: {name} passes on rank 0, but not on rank {runtime.rank}: {reason}; must "
-                "pass on all, or use KERNELS=plain"
-            )
-        log(f"kernels: {name} {'taken' if is_taken else 'left out'}: {reason}")
-        if not is_taken:
+        failures = runtime.sum(network.embed.new_tensor(float(not good)))  # ranks must not differ
+        if failures and good:
+            reason = f"{failures:g} other ranks refuse it"
+        log(f"kernels: {name} {'left out' if failures else 'taken'}: {reason}")
+        if failures:
             del FAST[name]
     if choice == "fla" and "g" in kinds and "gdn" not in FAST:
         raise UserError("KERNELS='fla': did not pass; pip install -r requirements-gpu.txt")
@@ -4860,10 +4856,10 @@ def make_tracker(settings, folder, checkpoint):
     except Exception as error:  # each package has errors of its own
         name = settings.tracker
         reason = " ".join(str(error).split())
-        raise UserError(
-            f"TRACKER={name!r}: {reason:.300}; must be installed (pip install {name}), and wandb needs "
-            "a login or WANDB_MODE=offline"
-        ) from None
+        hint = "wandb needs a login or WANDB_MODE=offline"
+        if isinstance(error, ImportError):
+            hint = f"must be installed (pip install {name})"
+        raise UserError(f"TRACKER={name!r}: cannot begin: {reason:.300}; {hint}") from None
     return None
 
 
@@ -5218,8 +5214,8 @@ class Run(Stateful):
         if share < 0.9 * progress and not self.settings.replay:
             self.log(
                 f"note: the run was at {progress:.0%} of its plan, and is at {share:.0%} of the one that "
-                "is given now; until this reaches the former, rates and phases stand still, and EMA takes "
-                "in nothing. INIT_FROM begins a plan anew"
+                f"is given now; rates, phases and averages stand still until it is at {progress:.0%} "
+                "again. INIT_FROM begins a plan anew"
             )
 
 
@@ -5230,7 +5226,7 @@ SETTING_NAMES = {
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
     "data_sha256": "TRAIN_FILES or VAL_FILES, or EMA and SWA (SHA-256 of the rows)",
-    "held_out_sha256": "TRAIN_FILES or VAL_FILES (SHA-256 of the held-out prompts)",
+    "held_out_sha256": "TRAIN_FILES, VAL_FILES or ENVIRONMENT (SHA-256 of held-out prompts or seeds)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
 }
 

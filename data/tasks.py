@@ -96,6 +96,7 @@ NUMBER = r"((?:(?<![\w)])-)?)\\?\$?((?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)
 
 # What LaTeX writes between thousands: 9{,}500, 9\,500 or 9,\!500.
 LATEX_COMMA = r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3}(?![0-9]))"
+UNIT_POWER = r"(?<=[A-Za-z}])\s*\^\{?[0-9]+\}?"  # the 2 of m^2 is no number of its own
 NUMBERED_HEADING = r"#### [0-9]+\.[ \t]+[^\W\d].*"  # `#### 1. Add the costs`
 
 
@@ -118,23 +119,28 @@ def numbers_of(text):
     return [Decimal(sign + digits.replace(",", "")) for sign, digits in pairs]
 
 
-def boxed_number(text):
-    """Return the number in the last `\\boxed{...}`, or NaN without one; None without a box.
+def only_number(text):
+    """Return the number of a text, behind its last `=`; NaN if there is none, or another one beside it.
 
-    It stands behind the last `=`. There must be no other: in a box with 1/2 neither is the answer.
+    Of 1/2 or 3:30 neither number is the answer.
     """
-    boxed = boxed_text(text)
-    if boxed is None:
-        return None
-    numbers = numbers_of(boxed.rpartition("=")[2])
+    text = re.sub(UNIT_POWER, "", text)
+    numbers = numbers_of(text.rpartition("=")[2]) or numbers_of(text)
     return numbers[0] if len(numbers) == 1 else Decimal("NaN")
+
+
+def boxed_number(text):
+    """Return the only_number in the last `\\boxed{...}`; None without a box."""
+    boxed = boxed_text(text)
+    return None if boxed is None else only_number(boxed)
 
 
 def last_number(text):
     """Return the number behind `####`, else in the last `\\boxed{...}`, else the last one; or NaN.
 
     These are the places where TRL's examples and lm-eval's flexible-extract look for an answer. A
-    numbered heading, as in `#### 1. Add the costs`, is no answer.
+    numbered heading, as in `#### 1. Add the costs`, is passed over if the text has one of the first
+    two, too.
     """
     number = final_number(re.sub(NUMBERED_HEADING, "", text))
     if not number.is_nan():
@@ -142,6 +148,9 @@ def last_number(text):
     boxed = boxed_number(text)
     if boxed is not None:
         return boxed
+    number = final_number(text)
+    if not number.is_nan():
+        return number
     return [Decimal("NaN"), *numbers_of(text)][-1]
 
 
@@ -158,8 +167,14 @@ def plain(completion):
 
 
 def answer_number(answer):
-    """Return the last_number of a row's answer, a text or a number; None if it has none."""
-    number = last_number(str(answer))
+    """Return the number of a row's answer, a text or a number; None if it has none.
+
+    It stands behind `####`, in a box, or is the only one.
+    """
+    answer = str(answer)
+    number = final_number(answer)
+    if number.is_nan():
+        number = only_number(answer if boxed_text(answer) is None else boxed_text(answer))
     return None if number.is_nan() else number
 
 
@@ -167,8 +182,8 @@ def gsm8k(prompts, completions, answer, **columns):
     """Return 1.0 for each completion with its answer's number, and 0.1 more for the right format.
 
     A completion counts as right from 1 on, so a right number without the format does, and the
-    format alone does not. See last_number, which also reads the answer, and has_format. Where the
-    answer has no number, or there is none, the function does not apply: None.
+    format alone does not. See last_number, answer_number and has_format. Where the answer has no
+    number, or there is none, the function does not apply: None.
     """
     rewards = []
     for text, right in zip(map(plain, completions), map(answer_number, answer), strict=True):

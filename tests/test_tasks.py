@@ -76,6 +76,10 @@ LAST = [
     ("#### 1. Add the costs\n3 + 5 = 8\n#### 2. The end\n\\boxed{8}", "8", True),
     ("#### 1. Add\nSo 3 + 5 = 8\n#### 8", "8", True),
     ("#### 18. ", "18", False),
+    ("#### 18. Next question: 5 apples", "18", False),
+    ("\\boxed{18 \\text{ cm}^2}", "18", True),
+    ("\\boxed{18 m^{2}}", "18", True),
+    ("\\boxed{18 = x}", "18", True),
     ("(4)-3 = 1 or 12-5", "5", False),
     ("6 - -3", "-3", False),
     ("1,2345", "2345", False),
@@ -100,12 +104,14 @@ def test_gsm8k_reads_the_number_where_others_look_for_it():
         assert reward(["q"] * 3, ["#### 1"] * 3, answer=[None, "#### 2", "none"])[::2] == [None] * 2
         for right in (
             "1,018",
-            "1018",
+            "1018 m^2",
             1018,
             1018.0,
-            "\\boxed{1018}",
-        ):  # as other tools prepare GSM8K
+            "2*509 = \\boxed{1018}",
+        ):  # as other tools have it
             assert reward(["q"], ["#### 1018"], answer=[right])[0] >= 1
+        for unclear in ("1/2", "3:30", "1e5", 1e16):
+            assert reward(["q"], ["#### 2"], answer=[unclear]) == [None]
 
 
 def flexible_extract(text):

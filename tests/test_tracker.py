@@ -138,7 +138,7 @@ def test_a_tracker_that_cannot_begin_leaves_nothing(monkeypatch, tmp_path):
         raise ValueError("No API key.\nUse `wandb login`")
 
     stand_in(monkeypatch, "wandb", init=refuse, log=None)
-    reason = "^TRACKER='wandb': No API key. Use `wandb login`; must be .*WANDB_MODE=offline"
+    reason = "^TRACKER='wandb': cannot begin: No API key. Use `wandb login`; wandb needs a login or WANDB_MODE=offline"
     refusal(T.UserError, reason, run_of, tmp_path, "wandb")
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
     stand_in(monkeypatch, "wandb", init=lambda **own: None, log=None)

@@ -220,6 +220,8 @@ def start_run(
 def timed_result(folder: Path) -> dict:
     """Return the result of a finished run with its speed, or {"failed": reason}."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    if result.get("val_bpb", 0) is None:
+        return {"failed": "val_bpb is not finite"}
     milliseconds = step_ms((folder / "log.txt").read_text(encoding="utf-8"))
     if math.isnan(milliseconds):
         return {"failed": f"{result['steps']} steps are too few to time; use more --seconds"}

@@ -61,9 +61,9 @@ TEXT_KEYS = (
     "documents source_bytes decoded_bytes sources_sha256 seed val_frac val_max_bytes".split()
 )
 # Events that a record's run may have: a masked step, optional work that the clock left no time
-# for, a full disk. The first three are events of scripts before the rewrite.
+# for, a full disk, a text learned by heart. The first three are of scripts before the rewrite.
 EVENTS = (
-    "skip learned_by_heart rewind gptq_left_out skipped_step weights_left_out gptq_out_of_time save_failed"
+    "skip rewind gptq_left_out skipped_step weights_left_out gptq_out_of_time save_failed learned_by_heart"
 ).split()
 # Integers in an artifact that belong to the coder of all codes.
 CODER_STREAMS = ("lane_states", "tables", "sizes", "escapes")
