@@ -2700,7 +2700,8 @@ def with_template_end(tokenizer):
 
     Base models such as Qwen2.5's have the template of their chat models, which ends an answer with
     <|im_end|>, while their files call another token EOS. A template that refuses this conversation
-    changes nothing. The fact `template_end` is the token that was added.
+    changes nothing, nor does one that has a known end behind its other marks, as
+    `</answer></s>`. The fact `template_end` is the token that was added.
     """
     facts = dict(tokenizer.facts or {})
     if "template" not in facts:
@@ -2711,11 +2712,14 @@ def with_template_end(tokenizer):
     except UserError:
         return tokenizer
     rest = text.rpartition("Answer")[2].lstrip()
-    ends = [name for name in facts["added"] if rest.startswith(name)]
-    end = facts["added"].get(max(ends, key=len, default=None))
-    if end is None or end in facts["stop"]:
+    ends = []
+    while names := [name for name in facts["added"] if rest.startswith(name)]:
+        name = max(names, key=len)
+        ends.append(facts["added"][name])
+        rest = rest.removeprefix(name).lstrip()
+    if not ends or {*ends} & {*facts["stop"]}:
         return tokenizer
-    facts |= {"template_end": end, "stop": sorted([*facts["stop"], end])}
+    facts |= {"template_end": ends[0], "stop": sorted([*facts["stop"], ends[0]])}
     return add_encoder(rank_tokenizer(tokenizer.file, json.dumps(facts).encode(), {}))
 
 
@@ -2980,10 +2984,11 @@ def hf_ends(folder):
     return ends
 
 
-def hf_chat(folder, added, bos="<|endoftext|>"):
+def hf_chat(folder, added, own_bos=None):
     """Return the facts of a folder about texts and conversations. Raises UserError.
 
-    added: the text of an added token -> its id. bos: of a tokenizer_config.json without BOS. Returned
+    added: the text of an added token -> its id. own_bos: BOS of a SentencePiece model, which counts
+    if the files name none; without a chat template also if they name one that is no token. Returned
     are BOS, the ids that end an answer, the names in chat templates, and templates if there are some.
     """
     path = folder / "tokenizer_config.json"
@@ -2996,14 +3001,18 @@ def hf_chat(folder, added, bos="<|endoftext|>"):
             names[f"{kind}_token"] = token
             if not isinstance(token, str):
                 raise UserError(f"{path}: {kind}_token={token!r:.50}: must be a text")
-    bos = names.get("bos_token", bos)
+    templates = hf_templates(folder, config)
+    bos = names.get("bos_token", own_bos or "<|endoftext|>")
+    if bos not in added and own_bos and "template" not in templates:
+        print(f"{path}: not used: bos_token {bos!r:.50}, which is no token; BOS is {own_bos!r}")
+        names["bos_token"] = bos = own_bos
     if bos not in added:
         raise UserError(
             f"{path}: bos_token {bos!r:.50}: must be one of tokenizer.json's added_tokens"
         )
     stop = {added[bos], added.get(names.get("eos_token"), added[bos]), *hf_ends(folder)}
     facts = {"bos": bos, "bos_id": added[bos], "names": names, "stop": sorted(stop)}
-    return facts | hf_templates(folder, config)
+    return facts | templates
 
 
 def hf_templates(folder, config):
@@ -3070,41 +3079,76 @@ def with_chat_facts(folder, tokenizer):
     the ids that end an answer, if they are more than BOS and EOS, and whether a text begins with BOS.
 
     Its file is JSON then, see rank_tokenizer. One with tokens for the roles of these scripts stays,
-    and one for which a folder says nothing else. Raises UserError.
+    and one for which a folder says nothing else. The model's own EOS ends an answer if no file has
+    one. Raises UserError.
     """
     model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
     marks = [i for i in range(model.vocab_size()) if model.is_control(i) or model.is_unknown(i)]
     added = {model.id_to_piece(i): i for i in marks}
-    bos = model.id_to_piece(model.bos_id())
-    config = read_json(folder / "tokenizer_config.json")
-    begins_with_bos = bool(config.get("add_bos_token", True))
-    described = read_json(folder / "tokenizer.json")
-    if described:  # counts more, as in transformers 5
-        begins_with_bos = begins_with(described.get("post_processor"), bos)
-    has_template = "template" in hf_templates(folder, config)
-    more_ends = hf_ends(folder) - {model.bos_id(), model.eos_id()}
-    has_roles = not added.keys().isdisjoint(ROLE_TOKENS)
-    if has_roles or (begins_with_bos and not has_template and not more_ends):
+    if not added.keys().isdisjoint(ROLE_TOKENS):
+        return tokenizer
+    facts = hf_chat(folder, added, model.id_to_piece(model.bos_id())) | {"added": added}
+    has_template = "template" in facts
+    facts["begins_with_bos"] = sentencepiece_begins(folder, facts["bos"], has_template)
+    ends = hf_ends(folder)
+    more_ends = ends - {model.bos_id(), model.eos_id()}
+    if facts["begins_with_bos"] and not has_template and not more_ends:
         return tokenizer
     if has_template:
         check_added(folder, added)
-        check_spaces(described)
-    facts = hf_chat(folder, added, bos) | {"added": added, "begins_with_bos": begins_with_bos}
-    facts["sentencepiece"] = base64.b64encode(tokenizer.content).decode()
+        check_spaces(folder)
+    if not ends and "eos_token" not in facts["names"]:
+        facts["stop"] = sorted({*facts["stop"], model.eos_id()} - {-1})  # -1: the model has none
+    content = tokenizer.content
+    if model.is_control(facts["bos_id"]) and facts["bos_id"] != model.bos_id():
+        content = with_bos(content, facts["bos"])
+    facts["sentencepiece"] = base64.b64encode(content).decode()
     tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
     return with_compiled_templates(add_encoder(tokenizer))
 
 
-def check_spaces(described):
-    """Raise UserError for a tokenizer.json that puts a space only where a conversation begins.
+def with_bos(content, bos):
+    """Return a SentencePiece model with another of its control tokens as BOS."""
+    fields = []
+    for number, value in proto_fields(content):
+        if number == 2:  # trainer_spec, of which the last bos_piece counts
+            value += proto_field(46, bos.encode())
+        fields.append(proto_field(number, value))
+    return b"".join(fields)
 
-    Here one is before each part between added tokens, as in files without this pre_tokenizer.
+
+def sentencepiece_begins(folder, bos, has_template):
+    """Return whether the files beside a SentencePiece model put BOS before a text. Raises UserError.
+
+    tokenizer.json counts more, as in transformers 5. Without a chat template one that does something
+    else is not used, because it also adds nothing to a conversation.
     """
+    begins_with_bos = bool(read_json(folder / "tokenizer_config.json").get("add_bos_token", True))
+    described = read_json(folder / "tokenizer.json")
+    if not described:
+        return begins_with_bos
+    try:
+        return begins_with(described.get("post_processor"), bos)
+    except UserError as error:
+        if has_template:
+            raise
+        print(f"{folder}: not used: {error}; add_bos_token={begins_with_bos} counts")
+        return begins_with_bos
+
+
+def check_spaces(folder):
+    """Raise UserError if a tokenizer.json puts a space only where a conversation begins.
+
+    Here one is before each part between added tokens, as in files without this pre_tokenizer. Texts
+    outside of conversations have the same ids.
+    """
+    described = read_json(folder / "tokenizer.json")
     for step in steps_of(described, "pre_tokenizer", "pretokenizers"):
         if step.get("prepend_scheme") == "first":  # written for legacy=false
             raise UserError(
-                "tokenizer.json: pre_tokenizer prepend_scheme='first': must be always for a model "
-                "with a chat template"
+                f"{folder / 'tokenizer.json'}: pre_tokenizer prepend_scheme='first': must be always "
+                "with a chat template; for plain text alone remove chat_template from "
+                "tokenizer_config.json, and chat_template.jinja"
             )
 
 

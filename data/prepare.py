@@ -774,8 +774,11 @@ ENDINGS = (LINES, ".txt", ".md", ".py")  # what a folder is searched for, beside
 PACKED = (".gz", ".zst")  # compressions that each of these may have
 NOT_UTF8 = "not UTF-8 (iconv -f LATIN1 -t UTF-8 FILE > NEW converts Latin-1)"
 NAMED = 20  # files passed over that are named for each reason; the others are only counted
-# A longer document, or line of a .jsonl file, is an error: tokenizing took 80 times the memory of one.
-DOCUMENT_BYTES = 256_000_000
+# Memory that each byte of a document takes at least. 20 MB took 1.5 GB with a SentencePiece model of
+# 1,024 pieces; 10 MB took 1.1 GB with `bytes`.
+MEMORY_PER_BYTE = 70
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+DOCUMENT_BYTES = MEMORY // MEMORY_PER_BYTE  # a longer document, or line of .jsonl, is an error
 READ_BYTES = 16_000_000  # of a text file at a time
 SEPARATOR = b"<|endoftext|>"  # between documents of a .txt file, as in TinyStories
 # At the beginning or the end of a line: inside of one it is text, of somebody who writes about it.
@@ -842,8 +845,8 @@ class Request:
 
     @functools.cached_property
     def separated(self):
-        """The files that are split at SEPARATOR."""
-        return [path for path in self.all_sources() if is_separated(path)]
+        """The set of files that are split at SEPARATOR."""
+        return {path for path in self.all_sources() if is_separated(path)}
 
     @functools.cached_property
     def has_one_document(self):
@@ -941,27 +944,40 @@ def split_text(path):
 
     Raises UserError for a part that is too long.
     """
-    rest = b""
+    document = bytearray()
     with open_source(path) as file:
         while block := file.read(READ_BYTES):
-            rest += block + file.readline(DOCUMENT_BYTES)
-            if unpacked_name(path).endswith(".txt"):
-                *parts, rest = BORDER.split(rest)
-                yield from parts
-            if len(rest) > DOCUMENT_BYTES:
-                # What is no text ends with another error. A letter may be cut at the end.
-                codecs.getincrementaldecoder("utf-8")().decode(rest)
-                raise UserError(
-                    f"source {path}: a document of over {DOCUMENT_BYTES:,} bytes, for which memory "
-                    "does not suffice; must be .jsonl with a document in each line, or .txt with "
-                    f"the line {SEPARATOR.decode()} between documents"
-                )
-    yield rest
+            block += file.readline(DOCUMENT_BYTES)  # borders are inside of lines
+            parts = BORDER.split(block) if may_split(path) else [block]
+            for number, part in enumerate(parts):
+                if number:
+                    yield document
+                    document = bytearray()
+                document += part
+                check_size(path, document)
+    yield document
+
+
+def check_size(path, document):
+    """Raise UserError for a document that is too long, UnicodeDecodeError if that is no text."""
+    if len(document) <= DOCUMENT_BYTES:
+        return
+    codecs.getincrementaldecoder("utf-8")().decode(document)  # a letter may be cut at the end
+    raise UserError(
+        f"source {path}: a document of over {DOCUMENT_BYTES:,} bytes, which takes more memory than "
+        f"the {MEMORY / 1e9:.3g} GB of this machine; must be .jsonl with a document in each line, or "
+        f".txt with the line {SEPARATOR.decode()} between documents"
+    )
+
+
+def may_split(path):
+    """Return whether a file is split at SEPARATOR if it has one."""
+    return unpacked_name(path).endswith(".txt")
 
 
 def is_separated(path):
     """Return whether a file is split at SEPARATOR."""
-    return not has_lines(path) and len([*itertools.islice(split_text(path), 2)]) == 2
+    return may_split(path) and len([*itertools.islice(split_text(path), 2)]) == 2
 
 
 def text_documents(path):
@@ -1107,7 +1123,10 @@ def read_documents(path, field):
         for number, line in enumerate(lines, 1):
             where = f"source {path}, line {number}"
             if len(line) == DOCUMENT_BYTES:
-                raise UserError(f"{where}: longer than {DOCUMENT_BYTES:,} bytes")
+                raise UserError(
+                    f"{where}: longer than {DOCUMENT_BYTES:,} bytes, which takes more memory than "
+                    f"the {MEMORY / 1e9:.3g} GB of this machine"
+                )
             if not line.strip():
                 yield ""
                 continue
@@ -1219,7 +1238,8 @@ def spool(request, work):
         files[name] = open(work / "spool" / name, "wb")
     counts = Counter(documents=0, empty=0, not_lossless=0, no_text=0)
     without = f"no text in `{request.field}`"
-    split_documents = 0
+    separated_names = []
+    separated_documents = 0
     rows = []
     field_names = Counter()
     for path, name in (request.val_sources | request.sources).items():
@@ -1229,7 +1249,8 @@ def spool(request, work):
             if len(rows) <= NAMED:
                 field_names.update(key for key, value in row.items() if isinstance(value, str))
         if path in request.separated:
-            split_documents += counts["documents"] - begin
+            separated_names.append(name)
+            separated_documents += counts["documents"] - begin
     for file in files.values():
         file.close()
     if rows and len(rows) == counts["documents"] - counts["empty"]:
@@ -1239,10 +1260,10 @@ def spool(request, work):
             f"must be {texts or '--field NAME of a field that holds text'}"
         )
     print_passed_over({f"rows with {without}": rows} if rows else {})
-    if request.separated:
+    if separated_names:
         print(
-            f"split at {SEPARATOR.decode()}: {len(request.separated)} .txt files, "
-            f"{split_documents:,} documents",
+            f"split at {SEPARATOR.decode()}: {len(separated_names)} .txt files, the first is "
+            f"{separated_names[0]}, {separated_documents:,} documents; where it is text, write .jsonl",
             flush=True,
         )
     if counts["with_separator"]:

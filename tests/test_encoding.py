@@ -7,6 +7,7 @@ import re
 import pytest
 import sentencepiece
 from test_models import make
+from test_remote import OURS, sentencepiece_model
 
 import convert as C
 import train_sft as S
@@ -297,12 +298,10 @@ def test_a_sentencepiece_model_without_a_template_stays(llama2):
 
 def test_a_sentencepiece_model_without_bos_before_texts(llama2):
     """Also without a chat template. tokenizer.json counts more than tokenizer_config.json."""
-    parts = [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]
-    processor = dict(type="TemplateProcessing", single=parts)
     plain = C.read_hf_tokenizer(llama2, "", 300)
     for described, flag, begin in (
         (None, False, []),
-        ({"post_processor": processor}, False, [1]),
+        (processor_of("<s>", "A"), False, [1]),
         ({"post_processor": None}, True, []),
     ):
         write_json(llama2 / "tokenizer_config.json", {"add_bos_token": flag})
@@ -314,13 +313,49 @@ def test_a_sentencepiece_model_without_bos_before_texts(llama2):
         assert tokenizer.encode("the  cat") == plain.encode("the  cat")
 
 
+def processor_of(*names):
+    """Return the post_processor of a tokenizer.json that puts these marks around a text, A."""
+    parts = [{"Sequence" if name == "A" else "SpecialToken": {"id": name}} for name in names]
+    return {"post_processor": dict(type="TemplateProcessing", single=parts)}
+
+
+FILES_BESIDE = [  # fields of tokenizer_config.json; marks of tokenizer.json; begin; stop; maybe a note
+    (dict(chat_template=ZEPHYR, bos_token="</s>"), "</s> A", [2], [2], ""),
+    (dict(chat_template=ZEPHYR), "<s> A", [1], [1, 2], ""),
+    (dict(eos_token="</s>"), "<s> A </s>", [1], [1, 2], "not used: tokenizer.json: post_processor"),
+    ({}, "A", [], [1, 2], ""),
+    (dict(bos_token="<|b|>", add_bos_token=False), "", [], [1, 2], "not used: bos_token '<|b|>'"),
+    (dict(bos_token="<|b|>"), "", [1], [1, 2], "BOS is '<s>'"),
+]
+
+
+@pytest.mark.parametrize(("config", "marks", "begin", "stop", "note"), FILES_BESIDE)
+def test_marks_of_the_files_beside_a_sentencepiece_model(
+    llama2, capsys, config, marks, begin, stop, note
+):
+    """BOS is that of the files. If no file has an EOS, the model's own ends an answer, too."""
+    (llama2 / "config.json").unlink()
+    write_json(llama2 / "tokenizer_config.json", config)
+    if marks:
+        write_json(llama2 / "tokenizer.json", processor_of(*marks.split()))
+    tokenizer = C.read_hf_tokenizer(llama2, "", 300)
+    is_plain = begin == [1] and "chat_template" not in config
+    assert tokenizer.file == ("tokenizer.model" if is_plain else "imported.tiktoken")
+    assert S.begin_ids(tokenizer) == begin and S.stop_ids(tokenizer) == {*stop}
+    assert note in (printed := capsys.readouterr().out) and bool(printed) == bool(note)
+
+
+def test_files_beside_a_sentencepiece_model_with_roles_count_nothing(llama2):
+    sentencepiece_model(llama2 / "tokenizer.model", **OURS)
+    write_json(llama2 / "tokenizer.json", processor_of("<s>", "A", "</s>"))
+    assert C.read_hf_tokenizer(llama2, "", 320).file == "tokenizer.model"
+
+
 def test_a_space_at_the_first_part_alone_is_refused(llama2):
     """It differs in conversations, which a folder without a chat template does not have."""
     step = dict(type="Metaspace", prepend_scheme="first")
-    parts = [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]
-    processor = dict(type="TemplateProcessing", single=parts)
-    write_json(llama2 / "tokenizer.json", dict(pre_tokenizer=step, post_processor=processor))
-    fault = "pre_tokenizer prepend_scheme='first': must be always"
+    write_json(llama2 / "tokenizer.json", dict(pre_tokenizer=step) | processor_of("<s>", "A"))
+    fault = "prepend_scheme='first': must be always .*; for plain text alone remove chat_template"
     refusal(C.UserError, fault, C.read_hf_tokenizer, llama2, "", 300)
     (llama2 / "tokenizer_config.json").unlink()
     assert C.read_hf_tokenizer(llama2, "", 300).file == "tokenizer.model"

@@ -1014,10 +1014,12 @@ def test_answers_end_where_the_template_ends_them(transformers, tmp_path, capsys
     # A template that has no token after an answer, and one that refuses the conversation.
     plain = CHATML.replace("<|im_end|>", "")
     refused = CHATML + "{{ raise_exception('no') }}"
+    before_eos = CHATML.replace("<|im_end|>", "<|im_end|> <|endoftext|>")
     for name, template, ends in (
         ("a", CHATML, [600, 602]),
         ("b", plain, [600]),
         ("c", refused, [600]),
+        ("d", before_eos, [600]),
     ):
         config = dict(eos_token="<|endoftext|>", chat_template=template)
         write_json(folder / "tokenizer_config.json", config)

@@ -264,7 +264,10 @@ def test_a_txt_is_split_at_its_separators(tmp_path, monkeypatch, capsys):
         assert (manifest["train"], manifest["val"]) == (wanted["train"], wanted["val"])
         count = len(texts) + (name == "c.txt.gz")
         printed = capsys.readouterr().out
-        assert f"split at {MARK}: 1 .txt files, {count} documents\n" in printed
+        text = (
+            f"1 .txt files, the first is {name}, {count} documents; where it is text, write .jsonl"
+        )
+        assert f"split at {MARK}: {text}\n" in printed
         assert f"warning: {MARK} stays text in 1 documents; " in printed
         assert manifest["dropped"]["exact_duplicates"] == count - len(texts)
         assert "split" not in manifest
@@ -272,6 +275,19 @@ def test_a_txt_is_split_at_its_separators(tmp_path, monkeypatch, capsys):
     del manifest["request"]["separator"]  # as if it were of a version that did not split
     write_json(tmp_path / "c.txt.gz out" / "manifest.json", manifest)
     refuses("data of another request", tmp_path / "c.txt.gz", *options, tmp_path / "c.txt.gz out")
+
+
+def test_a_document_may_take_all_the_memory():
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert prepare.DOCUMENT_BYTES == memory // 70
+
+
+def test_only_txt_is_read_to_look_for_separators(tmp_path, monkeypatch):
+    names = "a.md", "b.py", "c", "d.jsonl", "e.txt"
+    read = []
+    monkeypatch.setattr(prepare, "split_text", lambda path: read.append(path.name) or iter("12"))
+    assert [name for name in names if prepare.is_separated(tmp_path / name)] == ["e.txt"]
+    assert read == ["e.txt"]
 
 
 def test_marks_around_the_only_document(tmp_path):
@@ -365,13 +381,19 @@ SOURCES = [
     ("g.txt.GZ", b"no gzip", "g.txt.GZ: damaged"),
     ("g.txt.gz", gzip.compress(bytes(10**6)), "g.txt.gz: unpacks to over 200 times its size"),
     ("g.jsonl.zst", zstandard.compress(bytes(10**8)), "zst: unpacks to over 200 times its size"),
-    ("i.txt", b"word " * 40_001, "i.txt: a document of over 200,000 bytes, .* be .jsonl"),
+    ("i.txt", b"word " * 40_001, "i.txt: .* over 200,000 bytes, .* 0.014 GB of this .* be .jsonl"),
+    (
+        "i.txt",
+        b"word " * 40_001 + b"\n<|endoftext|>\nword",
+        "i.txt: a document of over 200,000 bytes",
+    ),
     ("j", b"\xff" * 200_001, "j: .*1 not UTF-8"),
 ]
 
 
 def test_source_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "UNPACKED_BYTES", 1000)
+    monkeypatch.setattr(prepare, "MEMORY", 200_000 * prepare.MEMORY_PER_BYTE)
     monkeypatch.setattr(prepare, "DOCUMENT_BYTES", 200_000)
     for name, content, message in SOURCES:
         (tmp_path / name).write_bytes(content)

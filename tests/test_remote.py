@@ -148,6 +148,8 @@ def test_files_of_an_export(exported, transformers, monkeypatch, tmp_path):
         assert torch.equal(param, model.get_parameter(name).bfloat16())
     with pytest.raises(ValueError, match="device_map: must offload no weights"):
         again.to("meta")(texts())
+    shape = model(texts()).logits.shape
+    assert again(texts().to("meta")).logits.shape == shape
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.3.0")
     with pytest.raises(ImportError, match=r"transformers>=5\.4 is required .* found .*5\.3\.0"):
         runpy.run_path(str(folder / "modeling_underpar.py"))

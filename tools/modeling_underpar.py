@@ -1129,7 +1129,8 @@ class UnderparModel(UnderparPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: must be one of them")
         table = self.embed_tokens.weight
-        if table.is_meta:
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if table.is_meta and not given.is_meta:
             raise ValueError("device_map: must offload no weights; one device must hold them all")
         if inputs_embeds is not None:
             if self.config.shape["bigram_vocab_size"]:
@@ -1172,7 +1173,7 @@ class UnderparModel(UnderparPreTrainedModel):
         """
         if mask is None:
             mask = torch.ones_like(ids, dtype=torch.bool)
-        if (
+        elif (
             mask.shape != ids.shape
             or (mask[:, 1:] > mask[:, :-1]).sum(1).add(mask[:, 0]).gt(1).any()
         ):
