@@ -1647,7 +1647,7 @@ ROLES = {
     **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
-CONTENTS = ("content", "value", "tool_calls")  # fields of a message with what it says
+CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fields at least
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
 LOSSES = (
@@ -1675,33 +1675,35 @@ def is_blank(value):
     return value == [] or (isinstance(value, str) and not value.strip())
 
 
-def is_message(value):
-    """Return whether a JSON value is a message, in OpenAI's form or ShareGPT's."""
-    names = {*value} if isinstance(value, dict) else set()
-    return not names.isdisjoint(("role", "from")) and not names.isdisjoint(CONTENTS)
+def message_role(value):
+    """Return the role token of a JSON value that is a message, in OpenAI's form or ShareGPT's, or None."""
+    if not isinstance(value, dict) or {*value}.isdisjoint(CONTENTS):
+        return None
+    name = value.get("role") or value.get("from")
+    return ROLES.get(str(name).strip().lower())
 
 
-def parsed_messages(text):
-    """Return the messages that a text has as JSON, or else the text."""
+def parsed_messages(name, text):
+    """Return the messages that the text of a field has as JSON, or else the text.
+
+    All of them have known roles. Those of an answer end with the assistant's: other JSON is what
+    the answer says.
+    """
     if text.lstrip().startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(text)
-            if value and all(map(is_message, value)):
+            roles = [*map(message_role, value)]
+            if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
                 return value
     return text
 
 
 def given_fields(row):
-    """Return the fields of a row that are not null. Messages that are written as JSON text are parsed.
-
-    `text` is not: it is a document.
-    """
-    given = {}
-    for name, value in row.items():
-        if isinstance(value, str) and name != "text":
-            value = parsed_messages(value)
-        if value is not None:
-            given[name] = value
+    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text."""
+    given = {name: value for name, value in row.items() if value is not None}
+    for name in ("prompt", "completion", "chosen", "rejected"):
+        if isinstance(given.get(name), str):
+            given[name] = parsed_messages(name, given[name])
     return given
 
 
@@ -1748,12 +1750,16 @@ def is_false(flag):
 def kto_flags(row):
     """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
 
-    0 and 1 say so beside `completion` alone, as TRL has it. Elsewhere they may be a class.
+    0, 1 and a `label` that is a text say so beside `completion` alone, as TRL has it. Elsewhere they
+    may be a class.
     """
     words = {"true": True, "false": False}
+    names = ["label", "kto_tag"]
     if "completion" in row:
         words |= {"1": True, "1.0": True, "0": False, "0.0": False}
-    flags = {name: words.get(str(row.get(name)).lower()) for name in ("label", "kto_tag")}
+    elif not isinstance(row.get("label"), bool):
+        names.remove("label")
+    flags = {name: words.get(str(row.get(name)).lower()) for name in names}
     return {name: flag for name, flag in flags.items() if flag is not None}
 
 
@@ -2194,8 +2200,8 @@ def answered_text(tokenizer, turns):
         raise RowError("the chat template does not write the answer as the model would")
     if stop is None:
         raise RowError(
-            "the chat template writes none of the tokens that end an answer behind it: "
-            f"{' '.join(stop_texts(tokenizer)):.80}"
+            "after an answer the chat template writes no end token "
+            f"({' '.join(stop_texts(tokenizer)):.80}); import the model again"
         )
     check_answer(tokenizer, turns, text)
     return text[: stop.end()], len(prompt)
@@ -2264,7 +2270,7 @@ def row_pair(row, notes):
     The row has a question, see question_turns, and `chosen` and `rejected`, each a text or messages,
     or it is one of pair_fields. Without a question these are conversations with the same turns
     before the last. Of such conversations the first turns are the question also beside a text: it is
-    not read, as in TRL. Raises RowError.
+    not read, as in TRL, but the turns of `history` are if they lack them. Raises RowError.
     """
     row = pair_fields(given_fields(row))
     refuse_unlearned(row)
@@ -2277,13 +2283,17 @@ def row_pair(row, notes):
     rejected = field_turns(row, "<|assistant|>", notes, "rejected")
     more, chosen, rejected = checked_pair(chosen, rejected)
     prompt = row[fields[0]] if fields else None
-    is_text = isinstance(prompt, str)
+    is_text = isinstance(prompt, str) and fields[0] not in CONVERSATIONS
     first = next((role for role, *_ in more if role != "<|system|>"), "")
     if is_text and first == "<|user|>":
         texts = ["", *(text.strip() for _, text, *_ in more)]
-        if not all(text.strip() in texts for _, text, *_ in before):
+        *history, question = before
+        if question[1].strip() not in texts:
             notes.add(("not used", "a question that is no turn of chosen and rejected"))
-        before = []
+        before = more[: [role for role, *_ in more].index("<|user|>")]  # the system's
+        more = more[len(before) :]
+        if history not in ((before + more)[: len(history)], more[: len(history)]):
+            before += history
     elif [*more, chosen][: len(before)] == before:  # some data sets repeat the prompt
         before = []
     elif is_text and prompt and all(turn[1].startswith(prompt) for turn in (chosen, rejected)):
@@ -2327,8 +2337,7 @@ def problem_of(row, notes):
     """
     given = given_fields(row)
     is_wrong = False in kto_flags(given).values()
-    keys = REFERENCES if is_wrong else KEYS
-    key = next((name for name in keys if name in given), None)
+    key = next((name for name in KEYS if name in given), None)
     answer = key and answer_of(given, key, notes)
     turns, used = question_turns(given, notes)
     for name in PROMPT_PARTS:
@@ -2336,8 +2345,12 @@ def problem_of(row, notes):
             notes.add(("not in the prompt", name))
     if turns and turns[-1][0] == "<|assistant|>" and used[0] in CONVERSATIONS:
         *turns, (_, text, *_) = turns
-        if not is_wrong:
-            answer = answer or text
+        if not answer:
+            answer = text
+            key = used[0]
+    if is_wrong and answer and key not in REFERENCES:
+        notes.add(("not used", "an answer with label or kto_tag false"))
+        answer = None
     if not turns or turns[-1][0] != "<|user|>":
         raise RowError(f"field {used[0]!r} does not end with a user's message")
     if not turns[-1][1].strip():
@@ -4878,6 +4891,7 @@ def row_prompt(row, notes):
     given = given_fields(row)
     _, used = question_turns(given, set())
     used += [*KEYS, *PROMPT_PARTS, "system", "system_prompt", "tools", "functions"]
+    used += kto_flags(given)
     note_fields(given, used, "", notes)
     return turns
 
@@ -5021,15 +5035,21 @@ def read_documents(path, log):
     """
     if re.search(r"\.(jsonl?(\.zst|\.gz)?|parquet)$", path.lower()):
         return read_rows(path, row_text, log)
+    documents = []
     try:
-        text = filled_text({"text": read_file(path).decode("utf-8-sig")}, "text")
+        text = read_file(path).decode("utf-8-sig")
+        parts = re.split(r"(?m)<\|endoftext\|>(?:(?=\r?$)|(?<=^<\|endoftext\|>))", text)
+        if len(parts) == 1 or not re.search(r"\.txt(\.zst|\.gz)?$", path.lower()):
+            return [filled_text({"text": text}, "text")]
+        for part in parts:
+            document = part.strip("\r\n").removeprefix("<|startoftext|>")
+            if document.strip():
+                documents.append(document)
+        filled_text({"text": "".join(documents)}, "text")
     except (UnicodeDecodeError, RowError) as error:
         raise UserError(f"SCORE_PATH={path!r}: must be UTF-8 text or JSON lines; {error}") from None
-    parts = re.split(r"(?m)<\|endoftext\|>(?:(?=\r?$)|(?<=^<\|endoftext\|>))", text)
-    if len(parts) == 1 or not re.search(r"\.txt(\.zst|\.gz)?$", path.lower()):
-        return [text]
-    texts = [part.strip("\r\n").removeprefix("<|startoftext|>") for part in parts]
-    return [text for text in texts if text.strip()]
+    log(f"data: {path}: split at <|endoftext|>: {len(documents)} documents")
+    return documents
 
 
 def window_rows(model, stream, stride):

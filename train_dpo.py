@@ -1701,7 +1701,7 @@ ROLES = {
     **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
-CONTENTS = ("content", "value", "tool_calls")  # fields of a message with what it says
+CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fields at least
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
 LOSSES = (
@@ -1729,33 +1729,35 @@ def is_blank(value):
     return value == [] or (isinstance(value, str) and not value.strip())
 
 
-def is_message(value):
-    """Return whether a JSON value is a message, in OpenAI's form or ShareGPT's."""
-    names = {*value} if isinstance(value, dict) else set()
-    return not names.isdisjoint(("role", "from")) and not names.isdisjoint(CONTENTS)
+def message_role(value):
+    """Return the role token of a JSON value that is a message, in OpenAI's form or ShareGPT's, or None."""
+    if not isinstance(value, dict) or {*value}.isdisjoint(CONTENTS):
+        return None
+    name = value.get("role") or value.get("from")
+    return ROLES.get(str(name).strip().lower())
 
 
-def parsed_messages(text):
-    """Return the messages that a text has as JSON, or else the text."""
+def parsed_messages(name, text):
+    """Return the messages that the text of a field has as JSON, or else the text.
+
+    All of them have known roles. Those of an answer end with the assistant's: other JSON is what
+    the answer says.
+    """
     if text.lstrip().startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(text)
-            if value and all(map(is_message, value)):
+            roles = [*map(message_role, value)]
+            if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
                 return value
     return text
 
 
 def given_fields(row):
-    """Return the fields of a row that are not null. Messages that are written as JSON text are parsed.
-
-    `text` is not: it is a document.
-    """
-    given = {}
-    for name, value in row.items():
-        if isinstance(value, str) and name != "text":
-            value = parsed_messages(value)
-        if value is not None:
-            given[name] = value
+    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text."""
+    given = {name: value for name, value in row.items() if value is not None}
+    for name in ("prompt", "completion", "chosen", "rejected"):
+        if isinstance(given.get(name), str):
+            given[name] = parsed_messages(name, given[name])
     return given
 
 
@@ -1802,12 +1804,16 @@ def is_false(flag):
 def kto_flags(row):
     """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
 
-    0 and 1 say so beside `completion` alone, as TRL has it. Elsewhere they may be a class.
+    0, 1 and a `label` that is a text say so beside `completion` alone, as TRL has it. Elsewhere they
+    may be a class.
     """
     words = {"true": True, "false": False}
+    names = ["label", "kto_tag"]
     if "completion" in row:
         words |= {"1": True, "1.0": True, "0": False, "0.0": False}
-    flags = {name: words.get(str(row.get(name)).lower()) for name in ("label", "kto_tag")}
+    elif not isinstance(row.get("label"), bool):
+        names.remove("label")
+    flags = {name: words.get(str(row.get(name)).lower()) for name in names}
     return {name: flag for name, flag in flags.items() if flag is not None}
 
 
@@ -2248,8 +2254,8 @@ def answered_text(tokenizer, turns):
         raise RowError("the chat template does not write the answer as the model would")
     if stop is None:
         raise RowError(
-            "the chat template writes none of the tokens that end an answer behind it: "
-            f"{' '.join(stop_texts(tokenizer)):.80}"
+            "after an answer the chat template writes no end token "
+            f"({' '.join(stop_texts(tokenizer)):.80}); import the model again"
         )
     check_answer(tokenizer, turns, text)
     return text[: stop.end()], len(prompt)
@@ -2318,7 +2324,7 @@ def row_pair(row, notes):
     The row has a question, see question_turns, and `chosen` and `rejected`, each a text or messages,
     or it is one of pair_fields. Without a question these are conversations with the same turns
     before the last. Of such conversations the first turns are the question also beside a text: it is
-    not read, as in TRL. Raises RowError.
+    not read, as in TRL, but the turns of `history` are if they lack them. Raises RowError.
     """
     row = pair_fields(given_fields(row))
     refuse_unlearned(row)
@@ -2331,13 +2337,17 @@ def row_pair(row, notes):
     rejected = field_turns(row, "<|assistant|>", notes, "rejected")
     more, chosen, rejected = checked_pair(chosen, rejected)
     prompt = row[fields[0]] if fields else None
-    is_text = isinstance(prompt, str)
+    is_text = isinstance(prompt, str) and fields[0] not in CONVERSATIONS
     first = next((role for role, *_ in more if role != "<|system|>"), "")
     if is_text and first == "<|user|>":
         texts = ["", *(text.strip() for _, text, *_ in more)]
-        if not all(text.strip() in texts for _, text, *_ in before):
+        *history, question = before
+        if question[1].strip() not in texts:
             notes.add(("not used", "a question that is no turn of chosen and rejected"))
-        before = []
+        before = more[: [role for role, *_ in more].index("<|user|>")]  # the system's
+        more = more[len(before) :]
+        if history not in ((before + more)[: len(history)], more[: len(history)]):
+            before += history
     elif [*more, chosen][: len(before)] == before:  # some data sets repeat the prompt
         before = []
     elif is_text and prompt and all(turn[1].startswith(prompt) for turn in (chosen, rejected)):

@@ -1711,7 +1711,7 @@ ROLES = {
     **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
-CONTENTS = ("content", "value", "tool_calls")  # fields of a message with what it says
+CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fields at least
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
 LOSSES = (
@@ -1739,33 +1739,35 @@ def is_blank(value):
     return value == [] or (isinstance(value, str) and not value.strip())
 
 
-def is_message(value):
-    """Return whether a JSON value is a message, in OpenAI's form or ShareGPT's."""
-    names = {*value} if isinstance(value, dict) else set()
-    return not names.isdisjoint(("role", "from")) and not names.isdisjoint(CONTENTS)
+def message_role(value):
+    """Return the role token of a JSON value that is a message, in OpenAI's form or ShareGPT's, or None."""
+    if not isinstance(value, dict) or {*value}.isdisjoint(CONTENTS):
+        return None
+    name = value.get("role") or value.get("from")
+    return ROLES.get(str(name).strip().lower())
 
 
-def parsed_messages(text):
-    """Return the messages that a text has as JSON, or else the text."""
+def parsed_messages(name, text):
+    """Return the messages that the text of a field has as JSON, or else the text.
+
+    All of them have known roles. Those of an answer end with the assistant's: other JSON is what
+    the answer says.
+    """
     if text.lstrip().startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(text)
-            if value and all(map(is_message, value)):
+            roles = [*map(message_role, value)]
+            if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
                 return value
     return text
 
 
 def given_fields(row):
-    """Return the fields of a row that are not null. Messages that are written as JSON text are parsed.
-
-    `text` is not: it is a document.
-    """
-    given = {}
-    for name, value in row.items():
-        if isinstance(value, str) and name != "text":
-            value = parsed_messages(value)
-        if value is not None:
-            given[name] = value
+    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text."""
+    given = {name: value for name, value in row.items() if value is not None}
+    for name in ("prompt", "completion", "chosen", "rejected"):
+        if isinstance(given.get(name), str):
+            given[name] = parsed_messages(name, given[name])
     return given
 
 
@@ -1812,12 +1814,16 @@ def is_false(flag):
 def kto_flags(row):
     """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
 
-    0 and 1 say so beside `completion` alone, as TRL has it. Elsewhere they may be a class.
+    0, 1 and a `label` that is a text say so beside `completion` alone, as TRL has it. Elsewhere they
+    may be a class.
     """
     words = {"true": True, "false": False}
+    names = ["label", "kto_tag"]
     if "completion" in row:
         words |= {"1": True, "1.0": True, "0": False, "0.0": False}
-    flags = {name: words.get(str(row.get(name)).lower()) for name in ("label", "kto_tag")}
+    elif not isinstance(row.get("label"), bool):
+        names.remove("label")
+    flags = {name: words.get(str(row.get(name)).lower()) for name in names}
     return {name: flag for name, flag in flags.items() if flag is not None}
 
 
@@ -2224,8 +2230,7 @@ def problem_of(row, notes):
     """
     given = given_fields(row)
     is_wrong = False in kto_flags(given).values()
-    keys = REFERENCES if is_wrong else KEYS
-    key = next((name for name in keys if name in given), None)
+    key = next((name for name in KEYS if name in given), None)
     answer = key and answer_of(given, key, notes)
     turns, used = question_turns(given, notes)
     for name in PROMPT_PARTS:
@@ -2233,8 +2238,12 @@ def problem_of(row, notes):
             notes.add(("not in the prompt", name))
     if turns and turns[-1][0] == "<|assistant|>" and used[0] in CONVERSATIONS:
         *turns, (_, text, *_) = turns
-        if not is_wrong:
-            answer = answer or text
+        if not answer:
+            answer = text
+            key = used[0]
+    if is_wrong and answer and key not in REFERENCES:
+        notes.add(("not used", "an answer with label or kto_tag false"))
+        answer = None
     if not turns or turns[-1][0] != "<|user|>":
         raise RowError(f"field {used[0]!r} does not end with a user's message")
     if not turns[-1][1].strip():

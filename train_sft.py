@@ -1706,7 +1706,7 @@ ROLES = {
     **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
-CONTENTS = ("content", "value", "tool_calls")  # fields of a message with what it says
+CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fields at least
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
 LOSSES = (
@@ -1734,33 +1734,35 @@ def is_blank(value):
     return value == [] or (isinstance(value, str) and not value.strip())
 
 
-def is_message(value):
-    """Return whether a JSON value is a message, in OpenAI's form or ShareGPT's."""
-    names = {*value} if isinstance(value, dict) else set()
-    return not names.isdisjoint(("role", "from")) and not names.isdisjoint(CONTENTS)
+def message_role(value):
+    """Return the role token of a JSON value that is a message, in OpenAI's form or ShareGPT's, or None."""
+    if not isinstance(value, dict) or {*value}.isdisjoint(CONTENTS):
+        return None
+    name = value.get("role") or value.get("from")
+    return ROLES.get(str(name).strip().lower())
 
 
-def parsed_messages(text):
-    """Return the messages that a text has as JSON, or else the text."""
+def parsed_messages(name, text):
+    """Return the messages that the text of a field has as JSON, or else the text.
+
+    All of them have known roles. Those of an answer end with the assistant's: other JSON is what
+    the answer says.
+    """
     if text.lstrip().startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(text)
-            if value and all(map(is_message, value)):
+            roles = [*map(message_role, value)]
+            if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
                 return value
     return text
 
 
 def given_fields(row):
-    """Return the fields of a row that are not null. Messages that are written as JSON text are parsed.
-
-    `text` is not: it is a document.
-    """
-    given = {}
-    for name, value in row.items():
-        if isinstance(value, str) and name != "text":
-            value = parsed_messages(value)
-        if value is not None:
-            given[name] = value
+    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text."""
+    given = {name: value for name, value in row.items() if value is not None}
+    for name in ("prompt", "completion", "chosen", "rejected"):
+        if isinstance(given.get(name), str):
+            given[name] = parsed_messages(name, given[name])
     return given
 
 
@@ -1807,12 +1809,16 @@ def is_false(flag):
 def kto_flags(row):
     """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
 
-    0 and 1 say so beside `completion` alone, as TRL has it. Elsewhere they may be a class.
+    0, 1 and a `label` that is a text say so beside `completion` alone, as TRL has it. Elsewhere they
+    may be a class.
     """
     words = {"true": True, "false": False}
+    names = ["label", "kto_tag"]
     if "completion" in row:
         words |= {"1": True, "1.0": True, "0": False, "0.0": False}
-    flags = {name: words.get(str(row.get(name)).lower()) for name in ("label", "kto_tag")}
+    elif not isinstance(row.get("label"), bool):
+        names.remove("label")
+    flags = {name: words.get(str(row.get(name)).lower()) for name in names}
     return {name: flag for name, flag in flags.items() if flag is not None}
 
 
@@ -2232,8 +2238,8 @@ def answered_text(tokenizer, turns):
         raise RowError("the chat template does not write the answer as the model would")
     if stop is None:
         raise RowError(
-            "the chat template writes none of the tokens that end an answer behind it: "
-            f"{' '.join(stop_texts(tokenizer)):.80}"
+            "after an answer the chat template writes no end token "
+            f"({' '.join(stop_texts(tokenizer)):.80}); import the model again"
         )
     check_answer(tokenizer, turns, text)
     return text[: stop.end()], len(prompt)
@@ -2265,18 +2271,24 @@ def row_turns(row, notes):
     """
     row = given_fields(row)
     refuse_unlearned(row)
+    listed = [name for name in CONVERSATIONS if name in row]
+    listed.sort(key=lambda name: is_blank(row[name]))
+    answer = next((name for name in ANSWERS if name in row), None)
+    has_question = not ({*QUESTIONS} - {*CONVERSATIONS}).isdisjoint(row)
+    is_other = has_question or "text" in row  # where all conversations are blank
+    is_listed = bool(listed) and not (is_other and is_blank(row[listed[0]]))
+    is_text = "text" in row and not is_listed and not (has_question and answer)
     flags = kto_flags(row)
+    if is_text:
+        flags.pop("label", None)  # a class of the text
     for flag, is_good in flags.items():
         if not is_good:
             raise RowError(f"{flag} false: an answer that is not to be learned")
-    listed = next((name for name in CONVERSATIONS if name in row), None)
-    answer = next((name for name in ANSWERS if name in row), None)
-    has_question = not {*QUESTIONS}.isdisjoint(row)
-    if listed:
-        name = CONVERSATIONS[listed]
-        turns = listed_turns(row, listed, notes)
-        used = [listed]
-    elif "text" in row and not (has_question and answer):
+    if is_listed:
+        name = CONVERSATIONS[listed[0]]
+        turns = listed_turns(row, listed[0], notes)
+        used = listed[:1]
+    elif is_text:
         name = "text"
         turns = [("", text_of(row, "text"))]
         used = ["text"]

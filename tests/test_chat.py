@@ -1,5 +1,6 @@
 """Rows to turns and pairs, malformed rows, ids of turns, grown vocabularies; sample.py's chat."""
 
+import contextlib
 import functools
 import gzip
 import io
@@ -50,6 +51,9 @@ CALL_TEXT = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool
 LEGACY_TALK = [said("u", "user"), {**said("a"), "function_call": CALL}]
 SHARED = ("human", "u"), ("function_call", json.dumps(CALL)), ("observation", "o"), ("gpt", "a")
 SHARED_TALK = [{"from": role, "value": text} for role, text in SHARED]
+FLIGHTS = '[{"from": "Paris", "to": "Rome", "value": "x"}]'
+ASKED = json.dumps([said("u", "user")])
+ANSWERED = json.dumps([said("u", "user"), said("a")])
 ROWS = [  # a row of a file; its turns in our layout, see `written`; what the log says of it
     (
         json.dumps({"tools": [TOOL], "messages": TOOL_TALK}),
@@ -153,6 +157,31 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
         r'{"prompt": "[1, {}]", "output": "[{\"from\": \"x\", \"to\": \"y\"}]"}',
         r'u[1, {}]|a[{"from": "x", "to": "y"}]',
         "",
+    ),
+    # JSON that is no chat, or a text of the question or the answer.
+    (json.dumps({"prompt": FLIGHTS, "completion": FLIGHTS}), f"u{FLIGHTS}|a{FLIGHTS}", ""),
+    (json.dumps({"prompt": "u", "completion": ASKED}), f"uu|a{ASKED}", ""),
+    (
+        json.dumps({"system": ASKED, "instruction": "u", "input": ANSWERED, "output": ANSWERED}),
+        f"s{ASKED}|uu\n\n{ANSWERED}|a{ANSWERED}",
+        "",
+    ),
+    # Classes.
+    ('{"question": "u", "answer": "a", "label": "false"}', "uu|aa", "not used: label"),
+    ('{"text": "u", "label": false}', "u", "not used: label"),
+    ('{"text": "u", "label": true}', "u", "not used: label"),
+    (
+        '{"instruction": "u", "output": "a", "text": "x", "label": true}',
+        "uu|aa",
+        "columns not read: text",
+    ),
+    # Blank conversations.
+    ('{"messages": [], "prompt": "u", "completion": "a"}', "uu|aa", ""),
+    ('{"conversations": [], "text": "u"}', "u", ""),
+    (
+        '{"messages": " ", "conversations": [{"from": "gpt", "value": "a"}]}',
+        "aa",
+        "columns not read: messages 1; not learned: no turn before the first answer",
     ),
 ]
 
@@ -269,6 +298,33 @@ def test_whole_conversations_have_their_question(text, turns, before, is_named):
     assert notes == ({("not used", name)} if is_named else set())
 
 
+@pytest.mark.parametrize(
+    ("turns", "before"),
+    [
+        ([said("v", "user")], "ux|ay|uv"),
+        ([said("s", "system"), said("v", "user")], "ss|ux|ay|uv"),
+        ([said("s", "system"), said("x", "user"), said("y"), said("v", "user")], "ss|ux|ay|uv"),
+    ],
+)
+def test_a_history_stands_before_whole_conversations_once(turns, before):
+    notes = set()
+    row = {"prompt": "v", "history": [["x", "y"]]}
+    row |= {"chosen": [*turns, said("c")], "rejected": [*turns, said("r")]}
+    _, (asked, *answers) = D.row_pair(row, notes)
+    assert written(asked) == before and notes == set()
+    assert [text for _, text, *_ in answers] == ["c", "r"]
+
+
+def test_answers_of_pairs_may_be_json():
+    """The list of an assistant's message is one; other JSON is the text."""
+    row = {"prompt": ASKED, "chosen": FLIGHTS, "rejected": ANSWERED}
+    row["rejected"] = json.dumps([said("r")])
+    _, (asked, chosen, rejected) = D.row_pair(row, set())
+    assert (asked, chosen, rejected) == ([(USER, "u")], (ASSISTANT, FLIGHTS), (ASSISTANT, "r"))
+    _, (asked, chosen, _) = D.row_pair({**row, "chosen": ASKED}, set())
+    assert (asked, chosen) == ([(USER, "u")], (ASSISTANT, ASKED))
+
+
 CHATML = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -310,7 +366,7 @@ def test_an_answer_without_an_end_is_refused_by_the_ends_that_there_are():
     facts = {**FACTS, "added": {"<|end|>": 1, "<|im_end|>": 2}, "stop": [1]}
     tokenizer = replace(TEMPLATED, facts=facts)
     turns = [("<|user|>", "u"), ("<|assistant|>", "a")]
-    said_so = r"writes none of the tokens that end an answer behind it: <\|end\|>$"
+    said_so = r"^after an answer the chat template writes no end token \(<\|end\|>\); import"
     refusal(F.RowError, said_so, F.answered_text, tokenizer, turns)
 
 
@@ -323,6 +379,12 @@ def leaves(value, name=""):
         for item in value:
             yield from leaves(item, name)
     elif isinstance(value, str):
+        is_parsed = name in ("prompt", "completion", "chosen", "rejected")
+        if is_parsed and value.lstrip().startswith('[{"role"'):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
+                yield from leaves(value)
+                return
         yield name, value
 
 
@@ -360,8 +422,8 @@ def test_mutated_rows_are_read_whole_or_left_out():
         text = text_of(torch.cat(ids))
         named = {*re.findall(r"\w+", str(log[0]))}
         for name, value in leaves({key: row[key] for key in row.keys() - named}):
-            is_json = value.lstrip().startswith(("{", "[{"))  # calls, messages
-            assert name in unwritten | named or is_json or value in text, (line, name, named)
+            is_call = value.startswith("{")
+            assert name in unwritten | named or is_call or value in text, (line, name, named)
     assert used > 20
 
 
@@ -378,7 +440,7 @@ BAD_TURNS = {  # what the log calls it; lines of a file
     "label false: an answer that is not to be learned": [
         b'{"prompt": "x", "completion": "y", "label": 0}',
         b'{"messages": [{"role": "assistant", "content": "x"}], "label": false}',
-        b'{"text": "x", "label": "False"}',
+        b'{"question": "x", "answer": "y", "label": false}',
     ],
     "kto_tag false: an answer that is not to be learned": [
         b'{"instruction": "x", "output": "y", "kto_tag": false}'

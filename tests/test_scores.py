@@ -107,7 +107,15 @@ def test_a_txt_file_is_split_as_in_preparation(tmp_path):
     text = "one\n<|endoftext|>\n<|startoftext|>the <|endoftext|> two<|endoftext|>\n"
     for name, documents in (("a.txt", ["one", "the <|endoftext|> two"]), ("a.md", [text])):
         (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
-        assert S.read_documents(str(tmp_path / name), print) == documents
+        log = []
+        assert S.read_documents(str(tmp_path / name), log.append) == documents
+        path = tmp_path / name
+        assert log == [f"data: {path}: split at <|endoftext|>: 2 documents"] * (name == "a.txt")
+    path = tmp_path / "blank.txt"
+    path.write_text("<|endoftext|>\n\n<|endoftext|>\n")
+    refusal(
+        S.UserError, "^SCORE_PATH=.*blank.txt.*; empty text", S.read_documents, str(path), print
+    )
 
 
 def test_texts_have_the_scores_of_training(place, tmp_path):
@@ -419,6 +427,10 @@ def test_what_is_no_prompt_is_refused_and_what_is_not_read_noted():
     row = {"prompt": "q", "documents": ["d"], "id": 3, "answer": "a"}
     assert S.row_prompt(row, notes) == [(USER, "q")]
     assert notes == {("not in the prompt", "documents"), ("columns not read", "id")}
+    notes = set()
+    row = {"question": "q", "response": "yes", "label": False}
+    assert S.row_prompt(row, notes) == [(USER, "q")]
+    assert notes == {("not used", "an answer with label or kto_tag false")}
 
 
 def test_prompts_are_those_that_training_holds_out(place, tmp_path, capsys):

@@ -315,6 +315,7 @@ USER = [turn("user", "q")]
 CALL = [{"function": {"name": "f", "arguments": {"x": 1}}}]
 CALL_TEXT = [{"function": {"name": "f", "arguments": '{"x": 1}'}}]
 RESULT = turn("tool", "r", tool_call_id="c")
+FLIGHTS = '[{"from": "A", "value": 1}]'
 READ = [  # a row, its prompt and its answer
     ({"prompt": 5, "answer": 7}, "5", "7"),
     ({"prompt": None, "problem": "q", "answer": None, "ground_truth": "a"}, "q", "a"),
@@ -327,7 +328,9 @@ READ = [  # a row, its prompt and its answer
     ({"prompt": "q", "completion": "a", "label": False}, "q", None),
     ({"messages": [*USER, turn("assistant", "a")], "label": False}, USER, None),
     ({"instruction": "q", "output": "a", "kto_tag": "false"}, "q", None),
-    ({"prompt": "", "problem": json.dumps(USER), "answer": 3}, USER, "3"),
+    ({"question": "q", "answer": "a", "label": "false"}, "q", "a"),
+    ({"prompt": json.dumps(USER), "problem": "p", "answer": 3}, USER, "3"),
+    ({"prompt": "", "problem": "q", "answer": FLIGHTS}, "q", FLIGHTS),
     (
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         USER,
@@ -361,6 +364,20 @@ def test_what_may_be_meant_for_a_prompt_is_named():
     G.problem_of({"prompt": "q", "input": "x", "context": "", "documents": ["d"], "n": 1}, notes)
     G.problem_of({"question": "q", "context": "c"}, notes)
     assert notes == {("not in the prompt", "input"), ("not in the prompt", "documents")}
+
+
+def test_an_answer_that_is_labelled_wrong_is_named():
+    """Not one that stands beside the right answer, which is read."""
+    for row in (
+        {"question": "q", "response": "yes", "label": False},
+        {"messages": [*USER, turn("assistant", "a")], "kto_tag": "false"},
+    ):
+        notes = set()
+        assert G.problem_of(row, notes)["answer"] is None
+        assert notes == {("not used", "an answer with label or kto_tag false")}
+    notes = set()
+    row = {"prompt": "q", "completion": "no", "answer": "yes", "label": 0}
+    assert (G.problem_of(row, notes)["answer"], notes) == ("yes", set())
 
 
 def test_answers_are_needed_by_exact_alone(tmp_path):
