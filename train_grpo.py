@@ -7104,7 +7104,8 @@ def reward_means(answers, runtime):
 def update_metrics(updates, seconds):
     """Return the metrics of a step from those of its updates: a dict of 0-d tensors for each.
 
-    loss and grad_norm become means over updates, all others over tokens.
+    loss and grad_norm become means over updates, all others over tokens. Where nothing is learned,
+    because no answer has an advantage, these are missing.
     """
     rows = [torch.stack([*update.values()]).double() for update in updates]
     columns = torch.stack(rows).cpu().T  # (names, updates): all of them reach the host at once
@@ -7115,8 +7116,8 @@ def update_metrics(updates, seconds):
     metrics = {"loss": loss.mean().item(), "grad_norm": norm.mean().item()}
     metrics["bad"] = (norm + loss).isfinite().logical_not().sum().item()  # were skipped
     metrics["train_tok_s"] = tokens.item() / seconds
-    for name, value in values.items():
-        metrics[name] = (value.sum() / tokens.clamp(min=1)).item()
+    if tokens:  # a mean over none would be logged as an entropy of 0
+        metrics |= {name: (value.sum() / tokens).item() for name, value in values.items()}
     return metrics
 
 
