@@ -2318,6 +2318,23 @@ def checked_pair(chosen, rejected):
     return chosen[:-1], chosen[-1], rejected[-1]
 
 
+def whole_conversation(asked, turns, notes):
+    """Return the turns before the answers of a pair whose `chosen` and `rejected` have them all.
+
+    asked: the turns of the row's `history` and its question. Those of `history` follow the system's,
+    unless the conversation begins with them; the question is named if it is no turn.
+    """
+    *history, question = asked
+    if question[1].strip() not in ["", *(text.strip() for _, text, *_ in turns)]:
+        notes.add(("not used", "a question that is no turn of chosen and rejected"))
+    first_question = [role for role, *_ in turns].index("<|user|>")
+    system = turns[:first_question]
+    rest = turns[first_question:]
+    if history in (turns[: len(history)], rest[: len(history)]):
+        return turns
+    return system + history + rest
+
+
 def row_pair(row, notes):
     """Return the format of a row and (turns before the answers, chosen turn, rejected turn).
 
@@ -2340,14 +2357,8 @@ def row_pair(row, notes):
     is_text = isinstance(prompt, str) and fields[0] not in CONVERSATIONS
     first = next((role for role, *_ in more if role != "<|system|>"), "")
     if is_text and first == "<|user|>":
-        texts = ["", *(text.strip() for _, text, *_ in more)]
-        *history, question = before
-        if question[1].strip() not in texts:
-            notes.add(("not used", "a question that is no turn of chosen and rejected"))
-        before = more[: [role for role, *_ in more].index("<|user|>")]  # the system's
-        more = more[len(before) :]
-        if history not in ((before + more)[: len(history)], more[: len(history)]):
-            before += history
+        more = whole_conversation(before, more, notes)
+        before = []
     elif [*more, chosen][: len(before)] == before:  # some data sets repeat the prompt
         before = []
     elif is_text and prompt and all(turn[1].startswith(prompt) for turn in (chosen, rejected)):
@@ -5129,7 +5140,7 @@ class Run(Stateful):
         self.ended = ""
         # Of the run's begin: you may change the script and commit while it trains.
         self.source = Path(__file__).read_bytes()
-        self.commit = describe_machine(self.runtime)["commit"]
+        self.machine = describe_machine(self.runtime)
         self.code_bytes = len(self.source)
         if settings.config:
             if not os.path.isfile(settings.config):
@@ -5322,7 +5333,7 @@ def changed_settings(settings, before):
 def write_header(run):
     """Log the command, the machine and all settings; * marks those that are not the default."""
     run.log(f"command: {' '.join(sys.argv)}")
-    run.log(name_values(describe_machine(run.runtime)))
+    run.log(name_values(run.machine))
     for name, value in asdict(run.settings).items():
         mark = " " if value == getattr(Settings, name) else "*"
         run.log(f"{mark} {name.upper()}={setting_text(value)}")
@@ -5480,7 +5491,7 @@ def write_result(run, values, content):
         "seed": run.settings.seed,
         "code_sha256": hashlib.sha256(run.source).hexdigest(),
         **describe_machine(run.runtime),
-        "commit": run.commit,
+        "commit": run.machine["commit"],
         "world_size": run.runtime.world_size,
         "steps": run.step,
         "ended": run.ended,

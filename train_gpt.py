@@ -4263,7 +4263,7 @@ class Run(Stateful):
         self.ended = ""
         # Of the run's begin: you may change the script and commit while it trains.
         self.source = Path(__file__).read_bytes()
-        self.commit = describe_machine(self.runtime)["commit"]
+        self.machine = describe_machine(self.runtime)
         self.code_bytes = len(self.source)
         if settings.config:
             if not os.path.isfile(settings.config):
@@ -4456,7 +4456,7 @@ def changed_settings(settings, before):
 def write_header(run):
     """Log the command, the machine and all settings; * marks those that are not the default."""
     run.log(f"command: {' '.join(sys.argv)}")
-    run.log(name_values(describe_machine(run.runtime)))
+    run.log(name_values(run.machine))
     for name, value in asdict(run.settings).items():
         mark = " " if value == getattr(Settings, name) else "*"
         run.log(f"{mark} {name.upper()}={setting_text(value)}")
@@ -4614,7 +4614,7 @@ def write_result(run, values, content):
         "seed": run.settings.seed,
         "code_sha256": hashlib.sha256(run.source).hexdigest(),
         **describe_machine(run.runtime),
-        "commit": run.commit,
+        "commit": run.machine["commit"],
         "world_size": run.runtime.world_size,
         "steps": run.step,
         "ended": run.ended,

@@ -174,7 +174,9 @@ def answer_number(answer):
     answer = str(answer)
     number = final_number(answer)
     if number.is_nan():
-        number = only_number(answer if boxed_text(answer) is None else boxed_text(answer))
+        number = boxed_number(answer)
+    if number is None:
+        number = only_number(answer)
     return None if number.is_nan() else number
 
 
