@@ -422,7 +422,7 @@ def write_json(path, value):
 def pack(network, tokenizer, folder):
     """Write model.upar of a network, and its tokenizer's file beside it; return their folder."""
     state = network.state_dict()
-    coded = D.quantize_all(state, D.quant_table(D.Settings()))
+    coded = D.quantize_all(state, D.quant_table(D.Settings().matrix_bits))
     facts = dict(settings=vars(network.config), tokenizer_sha256=tokenizer.sha256)
     content = D.pack_artifact(state, coded, meta={"tokenizer": tokenizer.file}, **facts)
     folder.mkdir(parents=True, exist_ok=True)

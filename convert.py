@@ -94,11 +94,9 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
 
 
 def drop_stream(stream):
@@ -179,18 +177,18 @@ def exit_code(main):
     except KeyboardInterrupt:
         report_error("stopped by SIGINT: nothing was saved")
         return 130  # 128 and SIGINT
-    except (UserError, FloatingPointError, OSError) as error:
+    except UserError as error:
         report_in_a_line(error, rank)
-        return 2 if isinstance(error, UserError) else 1
+        return 2
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
             report_in_a_line(error, rank)
-            return 1
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        elif isinstance(error, dist.DistError) or "gloo" in str(error):
+            report_error(f"error: rank {rank} lost another rank; RESUME continues")
+            os._exit(1)  # an ordinary exit would wait for the lost rank
+        else:
             report_error(traceback.format_exc())
-            return 1
-        report_error(f"error: rank {rank} lost another rank; RESUME continues")
-        os._exit(1)  # an ordinary exit would wait for the lost rank
+        return 1
 
 
 # === end: errors ===
@@ -226,13 +224,11 @@ def checkpoint_fault(folder):
     try:
         listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
         for name in sorted(names):
-            line = f"{sha256_file(folder / name)}  {name}\n"
-            if line not in listed:
+            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
                 return f"{name} was changed, or SHA256SUMS does not name it"
-            listed.remove(line)
     except (OSError, ValueError) as error:
         return str(error)
-    return f"SHA256SUMS has the line {listed[0]!r:.90}, unexpected or repeated" if listed else ""
+    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
 
 
 def newest_checkpoint(folder):
@@ -242,10 +238,10 @@ def newest_checkpoint(folder):
     """
     candidates = list_checkpoints(folder)
     if not candidates and not (folder / "model.pt").exists():
-        return None, [
-            f"{folder} has none: a run that ended before its first checkpoint saved nothing; it may be "
-            "deleted and started anew"
-        ]
+        fault = "has no checkpoint and no model"
+        if (folder / "log.txt").is_file():
+            fault = "ended before its first checkpoint; it may be deleted and started anew"
+        return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
         fault = checkpoint_fault(candidate)
@@ -305,12 +301,12 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
+    facts: dict  # of ENCODINGS, or of the file of an imported model (see convert.py)
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
-    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
     encode_marked: Callable = None
     roles: dict = None
-    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -328,40 +324,43 @@ def read_tokenizer(path, facts):
     path = Path(path)
     if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
     try:
         content = path.read_bytes()
         if path.suffix == ".tiktoken":
             return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer("tokenizer.model", content, content)
-    except (OSError, LookupError, ValueError, RuntimeError) as error:
+        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of the data, or bytes"
+            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
+            "o200k_base), or bytes"
         ) from error
 
 
 def rank_tokenizer(file, content, facts):
     """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
 
-    The file of an imported model is JSON: such lines as `ranks`, or a SentencePiece model as
-    `sentencepiece`, and facts.
+    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
+    `ranks`, or a SentencePiece model is `sentencepiece`.
     """
     ranks = content
     if content.startswith(b"{"):
         facts = json.loads(content)
         if "sentencepiece" in facts:
             proto = base64.b64decode(facts["sentencepiece"])
-            return sentencepiece_tokenizer(file, content, proto)
+            return sentencepiece_tokenizer(file, content, proto, facts)
         ranks = facts["ranks"]
+    if not facts:
+        raise ValueError("another name than those of published encodings")
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
     for line in ranks.splitlines():
         piece, rank = line.split()
         pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces)
+    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
 
 
-def sentencepiece_tokenizer(file, content, proto):
+def sentencepiece_tokenizer(file, content, proto, facts):
     """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
     model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     if model.bos_id() < 0:
@@ -378,7 +377,7 @@ def sentencepiece_tokenizer(file, content, proto):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, drops_space, proto)
+    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
 
 
 # === end: tokenizer ===
@@ -429,45 +428,22 @@ class BytePairEncoder:
 
     def __init__(self, tokenizer, facts):
         """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
-        added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
-        for text in added:  # some of them are shown as text, and no merge makes them
+        # Added tokens, of which some are shown as text: no merge makes them.
+        for text in facts.get("added", []):
             ranks.pop(text.encode(), None)
         # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
         # beyond the vocabulary, by which they are found.
-        lacking = [bytes([byte]) for byte in range(256) if bytes([byte]) not in ranks]
-        self.lacking = b"".join(lacking)
+        self.lacking = bytes([byte for byte in range(256) if bytes([byte]) not in ranks])
         self.vocab_size = tokenizer.vocab_size
-        ranks |= {byte: self.vocab_size + place for place, byte in enumerate(lacking)}
+        for byte in self.lacking:
+            ranks[bytes([byte])] = self.vocab_size + byte
         self.bpe = tiktoken.Encoding(
             tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
         )
         self.split = regex.compile(facts["split"])
-        self.form = "NFC" if facts.get("nfc") else ""
-        # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-        normalized = facts.get("normalized", [])
-        early = {text: i for text, i in added.items() if text not in normalized}
-        late = {self.normalize(text): added[text] for text in normalized}
-        self.marks = AddedTokens(early, facts)
-        self.late_marks = AddedTokens(late, facts)
-
-    def normalize(self, text):
-        """Return a text in the normal form in which accents are part of their letters (NFC)."""
-        return unicodedata.normalize(self.form, text) if self.form else text
 
     def encode(self, text):
-        """Return the ids of a text in which added tokens are plain text. Raises UserError."""
-        return self.encode_part(self.normalize(check_unicode(text)))
-
-    def encode_marked(self, text):
-        """Return the ids of a text in which added tokens are what they stand for."""
-        return self.marks.encode(check_unicode(text), self.encode_late)
-
-    def encode_late(self, text):
-        """Return the ids of a text in which no added tokens are but those found in its normal form."""
-        return self.late_marks.encode(self.normalize(text), self.encode_part)
-
-    def encode_part(self, text):
         """Return the ids of a text without added tokens."""
         if len(text) < 500_000 or not LONG_SPACE.search(text):
             ids = self.bpe.encode_ordinary(text)
@@ -482,6 +458,10 @@ class BytePairEncoder:
         return ids
 
 
+SPACES = re.compile(r"\s*")
+WORD_CHARACTER = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"
+
+
 class AddedTokens:
     """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
 
@@ -493,8 +473,6 @@ class AddedTokens:
         self.flags = facts.get("flags", {})
         longest_first = sorted(ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self.word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
-        self.spaces = re.compile(r"\s*")
 
     def encode(self, text, encode_part):
         """Return the ids of a text; encode_part: text without added tokens -> ids."""
@@ -504,7 +482,7 @@ class AddedTokens:
             flags = self.flags.get(match[0], [])
             start, stop = match.span()
             neighbours = text[start - 1 : start] + text[stop : stop + 1]
-            if "single_word" in flags and self.word.search(neighbours):
+            if "single_word" in flags and regex.search(WORD_CHARACTER, neighbours):
                 continue
             before = text[end:start]
             if "lstrip" in flags:
@@ -513,7 +491,7 @@ class AddedTokens:
             ids.append(self.ids[match[0]])
             end = stop
             if "rstrip" in flags:
-                end = self.spaces.match(text, stop).end()
+                end = SPACES.match(text, stop).end()
         return ids + encode_part(text[end:])
 
 
@@ -531,47 +509,68 @@ def check_unicode(text):
 
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    path = Path(path)
-    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
-        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
 
 
 def add_encoder(tokenizer):
     """Give a Tokenizer its attributes from `encode` on, and return it.
 
-    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
-    imported model, the same, but its added tokens are what they stand for. Both raise UserError for
-    half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
+    roles: the ids of ROLE_TOKENS, {} if it has none. For the others see set_encoders. Raises
+    UserError.
     """
-    name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name, {})
-    if facts and tokenizer.sha256 != facts["sha256"]:
-        raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model
-        facts = json.loads(tokenizer.content)
-    tokenizer.facts = facts
+    facts = tokenizer.facts
+    if facts.get("sha256", tokenizer.sha256) != tokenizer.sha256:
+        raise UserError(f"tokenizer {tokenizer.file}: is not the published rank file")
     tokenizer.roles = {}
-    if name == "bytes":
-        tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
+    if tokenizer.file == "bytes":
+        set_encoders(tokenizer, lambda text: [4 + byte for byte in text.encode()])
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif "split" in facts:
-        encoder = BytePairEncoder(tokenizer, facts)
-        tokenizer.encode = encoder.encode
-        tokenizer.encode_marked = encoder.encode_marked
+        set_encoders(tokenizer, BytePairEncoder(tokenizer, facts).encode)
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
-        marks = AddedTokens(facts.get("added", {}), facts)
         tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
-        tokenizer.encode = lambda text: model.encode(check_unicode(text))
-        tokenizer.encode_marked = lambda text: marks.encode(text, tokenizer.encode)
+        set_encoders(tokenizer, model.encode)
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
             # Only control tokens cannot be written in a text, so that no user can forge a role.
             if model.is_control(i):
                 tokenizer.roles[role] = i
     return tokenizer
+
+
+def set_encoders(tokenizer, encode_part):
+    """Give a Tokenizer `encode` and `encode_marked`, from a text to ids without BOS.
+
+    Special tokens in a text are plain text for `encode`. For `encode_marked` the added tokens of an
+    imported model are what they stand for. Both raise UserError for half a surrogate pair.
+    encode_part: a text in normal form and without added tokens -> ids.
+    """
+    facts = tokenizer.facts
+
+    def normalize(text):
+        """Return a text in the form in which accents are part of their letters, if it is asked for."""
+        return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
+
+    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    added = facts.get("added", {})
+    normalized = facts.get("normalized", [])
+    early = {text: i for text, i in added.items() if text not in normalized}
+    late = {normalize(text): added[text] for text in normalized}
+    early_tokens = AddedTokens(early, facts)
+    late_tokens = AddedTokens(late, facts)
+
+    def encode(text):
+        return encode_part(normalize(check_unicode(text)))
+
+    def encode_late(text):
+        return late_tokens.encode(normalize(text), encode_part)
+
+    def encode_marked(text):
+        return early_tokens.encode(check_unicode(text), encode_late)
+
+    tokenizer.encode = encode
+    tokenizer.encode_marked = encode_marked
 
 
 # === end: encoding ===
@@ -603,62 +602,30 @@ def with_roles(tokenizer):
 
 
 # === shared: template ===
-def template_environment():
-    """Return the environment of jinja2 in which transformers renders chat templates."""
+def render_templates():
+    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
+
+    This is the program of a process of its own, see TemplateProcess. Templates are rendered as
+    transformers does. Without values a template is only compiled. A reply is {"text"} or {"fault"}.
+    """
     import datetime
+    import functools
     import json
+    import re
+    import resource
+    import signal
+    import sys
 
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} … {% endgeneration %}, which writes what is between."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("write")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def write(self, caller):
-            return caller()
-
     def refuse(message):
         raise jinja2.TemplateError(message)
 
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
-        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def render_templates(environment):
-    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
-
-    It is called in a process of its own, see TemplateProcess. Without values the template is only
-    compiled. A reply is {"text"} or {"fault"}.
-    """
-    import json
-    import resource
-    import sys
-
-    import jinja2
-
     def render(source, values):
-        template = templates.get(source) or environment.from_string(source)
-        templates[source] = template
+        # {% generation %} marks answers for other programs. It writes what is in it, as `with` does.
+        template = compiled(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", source))
         parts = []
         room = 1 << 24  # letters
         for part in [] if values is None else template.generate(**values):
@@ -668,16 +635,24 @@ def render_templates(environment):
                 raise jinja2.TemplateError("writes more than 16 million letters")
         return "".join(parts)
 
-    templates = {}
-    # The upper limits stay as the system has them: not everybody may raise them.
-    _, most_memory = resource.getrlimit(resource.RLIMIT_AS)
-    _, most_seconds = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, most_memory))
+    # Only the arguments that transformers' filter has: others of json.dumps call functions.
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    compiled = functools.cache(environment.from_string)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
     for line in sys.stdin:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        # Beyond this many seconds of a CPU the system ends the process.
-        seconds = int(used.ru_utime + used.ru_stime) + 4
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most_seconds))
+        # After so many seconds of a CPU the system ends the process, in an operation of C, too.
+        signal.setitimer(signal.ITIMER_PROF, 3)
         try:
             reply = {"text": render(*json.loads(line))}
         except jinja2.TemplateError as error:
@@ -696,9 +671,7 @@ class TemplateProcess:
 
     def __init__(self):
         # The source is read once: the script may be edited while it runs.
-        functions = (template_environment, render_templates)
-        self.code = "\n".join(map(inspect.getsource, functions))
-        self.code += "render_templates(template_environment())\n"
+        self.code = inspect.getsource(render_templates) + "render_templates()\n"
         self.lock = threading.Lock()
         self.owner = 0
         self.process = None
@@ -729,8 +702,7 @@ class TemplateProcess:
             )
             self.owner = os.getpid()
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
+            print(line, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if answer:
             return json.loads(answer)
@@ -738,7 +710,7 @@ class TemplateProcess:
         self.endings += 1
         code = self.process.wait()
         reason = f"ended its process (exit code {code})"
-        if code == -signal.SIGXCPU:
+        if code == -signal.SIGPROF:
             reason = "took more than 3 seconds"
         return {"fault": reason}
 
@@ -760,18 +732,21 @@ def chat_text(tokenizer, turns, ask):
     """Return the text of turns by the chat template of an imported model, as transformers has it.
 
     A turn is (role token, text), and maybe the fields of a message that say more than this text; the
-    template gets these in place of the text. The content of a message of the role `tools` is a list
-    of tools. ask: whether the text ends where an answer of the assistant begins. Raises UserError.
+    template gets these in place of the text. The first may be a message of the role `tools`, whose
+    content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
+    Raises UserError.
     """
     messages = [
         {"role": role.strip("<|>"), "content": text} | dict(*fields)
         for role, text, *fields in turns
     ]
-    tools = [message["content"] for message in messages if message["role"] == "tools"]
+    tools = None
+    if messages and messages[0]["role"] == "tools":
+        tools = messages.pop(0)["content"]
     values = {
-        "messages": [message for message in messages if message["role"] != "tools"],
+        "messages": messages,
         "add_generation_prompt": ask,
-        "tools": sum(tools, []) or None,
+        "tools": tools,
         "documents": None,
     }
     facts = tokenizer.facts
@@ -815,7 +790,7 @@ class GPTConfig:
 
     vocab_size: int
     bos_id: int  # the first token of a document; nothing sees what comes before it
-    layers: str  # one word per layer: g, s or a, see GPT
+    layers: str  # one word per layer: g, s or a, see make_mixer and GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
     context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
@@ -891,20 +866,13 @@ def rms_norm(x, eps=0.0):
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
-def register(name, form, shapes, backward=None, keep=None):
-    """Return a form as an operator, which torch.compile calls and does not trace.
+def l2_norm(x):
+    """Return x over its length in the last dimension, at least in float32.
 
-    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    A key longer than 1 lets GDN's state grow. Without the epsilon a key of zeros would get
+    gradients of 1e12.
     """
-    if not hasattr(torch.ops.underpar, name):
-        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
-        registered.register_fake(shapes)
-        if backward:
-            registered.register_autograd(backward, setup_context=keep)
-    return getattr(torch.ops.underpar, name).default
+    return x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6)
 
 
 # Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
@@ -926,11 +894,10 @@ class Norm(nn.Module):
 
     def forward(self, x):
         """Return x (..., dim) normed, in its own dtype."""
-        if self.weight is None:
-            return rms_norm(x, self.eps)
-        if self.bias is None:
-            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
-        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        if self.bias is not None:
+            return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        scale = None if self.weight is None else self.weight + self.offset
+        return scaled(rms_norm(x, self.eps), scale)
 
 
 def split_chunks(x, chunk):
@@ -948,13 +915,12 @@ def refuse_second_derivative(grad):
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
 
-def unit_inverse(a):
-    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+def unit_inverse(a, eye):
+    """Return the inverse of lower triangular matrices a (..., C, C) with ones on the diagonal.
 
     Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
-    are correlated.
+    are correlated. eye (C, C) is the unit matrix.
     """
-    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
     with torch.no_grad():
         inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
     # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
@@ -1013,13 +979,13 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
     below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
     kb = beta * k
-    inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
-    p = ((q @ k.mT) * (below + eye)).to(dtype)
+    inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
+    p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
     w = inverse @ (kb * grow).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
     eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+    factors = grow[..., -1:, :] * eye - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
@@ -1028,20 +994,24 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     return o[:, :t], states[-1].view_as(state)
 
 
-def short_conv(x, weight, doc):
+def shifted(x, back):
+    """Return what x (B, CONV_TAPS-1 + T, ...) has `back` places before each of its last T tokens."""
+    return x[:, CONV_TAPS - 1 - back : x.size(1) - back]
+
+
+def short_conv(x, weight, doc, heads):
     """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
-    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
+    x (B, CONV_TAPS-1 + T, C), weight (CONV_TAPS, C), doc (B, CONV_TAPS-1 + T); the result is
+    (B, T, heads, C / heads). Shifted sums beat F.conv1d(groups=C) on a CPU, and a tap that would
+    reach into another document can be zero.
     """
-    reach = len(weight) - 1
     weight = weight.to(x.dtype)
-    y = x[:, reach:] * weight[reach]
-    for tap in reversed(range(reach)):
-        before = slice(tap, tap - reach)  # the tokens that this tap reads
-        same_doc = doc[:, before] == doc[:, reach:]
-        y = y + x[:, before] * weight[tap] * same_doc[..., None]
-    return F.silu(y)
+    y = shifted(x, 0) * weight[-1]
+    for back in range(1, CONV_TAPS):
+        same_doc = shifted(doc, back) == shifted(doc, 0)
+        y = y + shifted(x, back) * weight[-1 - back] * same_doc[..., None]
+    return F.silu(y).unflatten(-1, (heads, -1))
 
 
 class GatedDeltaNet(nn.Module):
@@ -1075,30 +1045,42 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
-        T = x.size(1)
         qkvg = context.project(x, self.w_qkvg)
         # Split once, so that the gradients are written once; and three convolutions, so that the
         # compiler joins each with the norm that reads it.
         q, k, v, *gate = qkvg.split(self.splits, dim=-1)
-        taps = self.conv.split(self.splits[:3], dim=1)
-        q, k, v = map(short_conv, (q, k, v), taps, 3 * [context.doc])
-        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
-        v = v.unflatten(-1, (self.heads, -1))
-        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
-        # zeros would get gradients of 1e12.
-        q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
+        q_taps, k_taps, v_taps = self.conv.split(self.splits[:3], dim=1)
+        q = l2_norm(short_conv(q, q_taps, context.doc, self.key_heads))  # (B, T, H, K)
+        k = l2_norm(short_conv(k, k_taps, context.doc, self.key_heads))
+        v = short_conv(v, v_taps, context.doc, self.heads)
         q = q.to(v.dtype) * q.size(-1) ** -0.5
         if self.key_heads < self.heads:
             q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        begins_document = context.doc[:, -T:] != context.doc[:, -T - 1 : -1]
+        begins_document = shifted(context.doc, 0) != shifted(context.doc, 1)
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
         o = context.recur(q, k.to(v.dtype), v, g, torch.sigmoid(b))
         o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if gate:
-            o = o * F.silu(gate[0][:, -T:])
+            o = o * F.silu(shifted(gate[0], 0))
         return linear(o, self.w_o)
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
 
 
 def rotary_factors(rates, scaling):
@@ -1200,7 +1182,8 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             kind = config.norms.split()[-1]
-            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
+            self.q_norm = Norm(kind, width, config.norm_eps)
+            self.k_norm = Norm(kind, width, config.norm_eps)
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
@@ -1262,7 +1245,7 @@ class Context:
         """Return attention (B, H, T, D); shapes as in `attend`."""
         if self.borders is not None:
             return FAST["attention"](q, k, v, self.borders, window)
-        return attend(q, k, v, self.doc[:, CONV_TAPS - 1 :], window)
+        return attend(q, k, v, shifted(self.doc, 0), window)
 
 
 def init_wave(units):
@@ -1285,8 +1268,8 @@ def oscillate(x, wave):
 class MLP(nn.Module):
     """Two matrices around an activation.
 
-    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
-    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`.
+    Matrices of its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
     adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
@@ -1328,7 +1311,10 @@ class MLP(nn.Module):
         return linear(h, self.w_down)
 
     def voltage(self, h):
-        """Return the voltages (B, T, hidden) in (0, 1) of hidden units; above BIO_THRESHOLD is an event."""
+        """Return the voltages (B, T, hidden), in (0, 1), of hidden units.
+
+        A voltage above BIO_THRESHOLD is an event.
+        """
         return torch.sigmoid(linear(h, self.w_gate))
 
     def sparse_events(self, h):
@@ -1369,8 +1355,21 @@ class Block(nn.Module):
 def softcap(logits, cap):
     """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
     logits = widened(logits)
-    # tanh itself takes a CPU twice as long.
-    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+    if not cap:
+        return logits
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap  # tanh itself takes a CPU twice as long
+
+
+def make_mixer(config, word):
+    """Return what mixes the tokens in a layer, given the layer's word in GPTConfig.layers."""
+    kind = word[0].lower()
+    if kind == "g":
+        return GatedDeltaNet(config)
+    if kind == "s":
+        return Attention(config, config.attn_window)
+    if kind == "a":
+        return Attention(config, FULL_WINDOW)
+    raise ValueError(f"layers: {word!r} is no kind of layer")
 
 
 class GPT(nn.Module):
@@ -1388,8 +1387,9 @@ class GPT(nn.Module):
             raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        is_tied = config.tie_embeddings
-        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -1400,9 +1400,6 @@ class GPT(nn.Module):
             self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
-        for word in words:
-            if word[0].lower() not in "gsa":
-                raise ValueError(f"layers: {word!r} is no kind of layer")
         if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
@@ -1414,9 +1411,7 @@ class GPT(nn.Module):
             mixer_name = word if word[1:] else place
             block_name = word if word.isupper() else place
             if mixer_name not in mixers:
-                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
-                is_gdn = word[0] in "gG"
-                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+                mixers[mixer_name] = make_mixer(config, word)
             if block_name not in blocks:
                 blocks[block_name] = Block(config, norm)
             self.layers.append((blocks[block_name], mixers[mixer_name]))
@@ -1444,15 +1439,12 @@ class GPT(nn.Module):
         be a sparse tensor, which torch.compile cannot make. This is BigramHashEmbedding of Parameter
         Golf, with triples.
         """
-        recent = context.recent
-        doc = context.doc
-        reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
-        key = 36313 * recent[:, reach:]
+        key = 36313 * shifted(context.recent, 0)
         places = []
         for back, factor in ((1, 27191), (2, 51647)):
-            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            same_doc = shifted(context.doc, back) == shifted(context.doc, 0)
+            before = shifted(context.recent, back).where(same_doc, self.config.bos_id)
             key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
         places = torch.stack(places, -1)
@@ -1598,11 +1590,8 @@ def dequantize(codes, scale):
     return codes.float() * scale[..., None]
 
 
-class RansCoder:
-    """Codes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place.
-
-    Range ANS is a stack: what is to be decoded first is encoded last.
-    """
+class RansDecoder:
+    """Decodes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place."""
 
     def __init__(self, states, tables):
         """tables uint16 (K, 256), made by rans_table. Raises ArtifactError if one is not whole."""
@@ -1610,31 +1599,15 @@ class RansCoder:
         self.states = states
         # The low 14 bits of a state are a slot. A symbol has as many slots as its frequency says.
         # Slots are numbered through all tables, and `first` is a symbol's first one.
-        self.frequency = tables.astype(np.uint32).reshape(-1)
-        self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
-        # Of each slot, `steps` has the frequency of its symbol in the upper 16 bits and the slot's
-        # place among those of the symbol in the lower: one look-up is 1.5 times as fast as two.
-        slots = np.arange(self.frequency.sum(), dtype=np.uint32)
-        places = slots - np.repeat(self.first, self.frequency)
-        self.steps = np.repeat(self.frequency << 16, self.frequency) | places
-        symbols = np.arange(len(self.frequency)).astype(np.uint8)
-        self.symbols = np.repeat(symbols, self.frequency)
-
-    def encode(self, pairs):
-        """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
-        frequency = self.frequency.take(pairs)
-        start = self.first.take(pairs) % RANS_TOTAL
-        lanes = len(self.states)
-        chunks = [np.empty(0, np.uint16)]
-        for begin in reversed(range(0, len(pairs), lanes)):
-            f = frequency[begin : begin + lanes]
-            x = self.states[: len(f)]  # a view; the last symbols may need only some of the lanes
-            full = x >= f << (32 - RANS_BITS)
-            chunks.append(x[full].astype(np.uint16))
-            x[full] >>= 16
-            # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
-            x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
-        return np.concatenate(chunks[::-1])
+        frequency = tables.astype(np.uint32).reshape(-1)
+        first = np.cumsum(frequency, dtype=np.uint32) - frequency
+        # `owners` has table << 8 | symbol of each slot. `steps` has the frequency of a slot's symbol
+        # in the upper 16 bits and the slot's place among those of the symbol in the lower: one
+        # look-up is 1.5 times as fast as two.
+        owners = np.repeat(np.arange(len(frequency)), frequency)
+        places = np.arange(len(owners), dtype=np.uint32) - first[owners]
+        self.steps = frequency[owners] << 16 | places
+        self.symbols = owners.astype(np.uint8)
 
     def decode(self, tables, words):
         """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
@@ -1675,7 +1648,10 @@ def unzip(frame, limit, source):
 
 def read_artifact_header(data):
     """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    require(
+        data.startswith(ARTIFACT_MAGIC),
+        "is no underpar artifact; a model is a run, a checkpoint or an artifact",
+    )
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version in READABLE_VERSIONS, f"version {version}, this code reads 9 and 10")
     is_whole = hashlib.sha256(memoryview(data)[:-32]).digest() == data[-32:]
@@ -1714,9 +1690,9 @@ def decode_artifact(data):
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
-    dtypes = [array.dtype for array in (states, tables, sizes)]
+    dtypes = [states.dtype, tables.dtype, sizes.dtype]
     require(dtypes == ["<u4", "<u2", "|u1"], "the coder's streams are not u32, u16 and u8")
-    coder = RansCoder(states, tables.reshape(97, 256))
+    decoder = RansDecoder(states, tables.reshape(97, 256))
     codes_in_words = 0
     tensors = {}
     coded = {}
@@ -1731,7 +1707,7 @@ def decode_artifact(data):
             ends = [height, height + math.prod(width)]
             rows, columns, sizes = np.split(sizes, ends)
             contexts = np.add.outer(rows, columns).reshape(-1)
-            array = coder.decode(contexts, array).view(np.int8)
+            array = decoder.decode(contexts, array).view(np.int8)
         values = torch.from_numpy(array).view(shape)
         if array.dtype == np.int8:
             scale = torch.tensor([record["scale"]], dtype=torch.float16)
@@ -1774,93 +1750,86 @@ CHANGED_COPY = (
 MAX_LAYERS = 1024  # bounds the time that a forged file can take
 
 
-def stored_shape(meta):
-    """Return the shape of the network in a checkpoint, of its meta.json.
-
-    Older checkpoints have it among the identity of their run, whose other values are left out.
-    """
-    identity = meta.get("identity", {})
-    # In the order of the fields: an artifact's header has it, and the same input gives the same bytes.
-    names = [name for name in GPTConfig.__dataclass_fields__ if name in identity]
-    return meta.get("shape") or {name: identity[name] for name in names}
-
-
-def require_weights(tensors):
-    """Raise ArtifactError unless the content of a model.pt is name -> tensor of weights."""
-    require(isinstance(tensors, dict), "model.pt has no names of tensors")
-    for name, tensor in tensors.items():
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_nested
-        # PyTorch has few operations for floats of 8 bits.
-        is_weight = is_plain and tensor.is_floating_point() and tensor.element_size() > 1
-        require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
-
-
-def checked_config(shape, source):
+def checked_config(shape):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    Raises ArtifactError, which names the source, for a field that is unknown or has a wrong value.
+    Any error if a field is unknown or has a wrong value.
     """
-    kinds = {one.name: one.type for one in fields(GPTConfig)}
-    with one_line(source):
-        check_json(shape, {}, "its settings")
-    for name in shape:
+    kinds = {one.name: one.type for one in fields(GPTConfig)} | {"rope_scaling": [float]}
+    require(
+        shape,
+        "has no settings of its network; a version before 2026-11-27 wrote it: use the script in the "
+        "log of its run",
+    )
+    check_json(shape, dict, "its settings")
+    for name, value in shape.items():
         require(
             name in kinds,
-            f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
+            f"has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
         )
-    with one_line(source):
-        check_json(shape, {name: kinds[name] for name in shape}, "its settings")
-    for name, value in shape.items():
+        check_json(value, kinds[name], f"its settings.{name}")
         is_small = type(value) is not int or value < 1 << 31
-        require(is_small, f"{source} has {name}={value!r:.30}: must be below 2**31")
-    scaling = shape.get("rope_scaling") or []
-    are_numbers = all(type(one) in (int, float) for one in scaling)
-    is_right = len(scaling) in (0, 4) and are_numbers
-    require(is_right, f"{source} has rope_scaling={scaling!r:.80}: must be 4 numbers")
-    count = 1 + str(shape.get("layers")).count(" ")
-    require(count <= MAX_LAYERS, f"{source} has more than {MAX_LAYERS} layers")
-    with one_line(f"{source} lacks a field of its network's settings"):
-        return GPTConfig(**shape)
+        require(is_small, f"has {name}={value!r:.30}: must be below 2**31")
+    with one_line("lacks a field of its network's settings"):
+        config = GPTConfig(**shape)
+    scaling = config.rope_scaling
+    require(len(scaling) in (0, 4), f"has rope_scaling={scaling!r:.80}: must be 4 numbers")
+    require(
+        len(config.layers.split()) <= MAX_LAYERS, f"its network has more than {MAX_LAYERS} layers"
+    )
+    return config
 
 
-def empty_network(config, source):
+def empty_network(config):
     """Return a network without memory (device meta). ArtifactError if the config has no network."""
-    with one_line(f"{source} has settings that make no network"), torch.device("meta"):
+    with one_line("has settings that make no network"), torch.device("meta"):
         return GPT(config)
 
 
-def check_tensors(network, tensors, source):
+def check_weights(tensors):
+    """Raise any error unless these are name -> tensor of finite floats, which the file has in full."""
+    for name, tensor in tensors.items():
+        with one_line(f"tensor {name!r:.80}"):
+            # PyTorch has few operations for floats of 8 bits.
+            is_float = tensor.is_floating_point() and tensor.element_size() > 1
+            require(is_float, f"is no tensor of weights, but of {tensor.dtype}")
+            # An expanded tensor of a forged file has few bytes and any number of weights.
+            size = tensor.numel() * tensor.element_size()
+            require(size <= tensor.untyped_storage().nbytes(), "has fewer weights than its shape")
+            # A float64 may be beyond float32's range, in which the network is.
+            low_and_high = torch.stack(tensor.aminmax()).float()
+            require(
+                low_and_high.isfinite().all(),
+                "has NaN or infinite weights; take a model or a checkpoint from before they arose",
+            )
+
+
+def shape_of(tensors, name):
+    """Return the shape of a tensor, or "missing"."""
+    return list(tensors[name].shape) if name in tensors else "missing"
+
+
+def check_tensors(network, tensors):
     """Raise ArtifactError unless the tensors are those of the network by name and shape."""
     expected = network.state_dict()
-    for name in tensors:
+    for name in {**tensors, **expected}:
+        shape = shape_of(tensors, name)
+        wanted = shape_of(expected, name)
         require(
-            name in expected,
-            f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}",
-        )
-    for name, param in expected.items():
-        require(
-            name in tensors,
-            f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}",
-        )
-        shape = tuple(tensors[name].shape)
-        require(
-            shape == param.shape,
-            f"{source} has the tensor {name!r} of shape {shape}, which is {tuple(param.shape)} in "
-            f"this script; {CHANGED_COPY}",
+            shape == wanted,
+            f"the tensor {name!r:.80} is {shape}, and {wanted} in this script's network; "
+            f"{CHANGED_COPY}",
         )
 
 
-def check_finite(tensors, source):
-    """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
-    for name, tensor in tensors.items():
-        # A float64 may be beyond float32's range, in which the network is.
-        low_and_high = torch.stack(tensor.aminmax()).float()
-        require(
-            low_and_high.isfinite().all(),
-            f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
-            "checkpoint from before they arose",
-        )
+def fill_network(network, tensors):
+    """Give a network without memory these tensors as its weights, and return it. ArtifactError."""
+    check_tensors(network, tensors)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
+    return network
 
 
 # === end: rebuild ===
@@ -1889,10 +1858,8 @@ def read_json(path):
     """Return what a JSON file of an object has; {} if there is no such file. Raises UserError."""
     if not path.is_file():
         return {}
-    try:
+    with one_line(f"{path}: is no JSON"):
         value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is no JSON: {error!s:.200}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: must be a JSON object, and is {value!r:.50}")
     return value
@@ -1931,10 +1898,11 @@ def merge_adapters(tensors):
 def require_codes(coded, tensors):
     """Raise ArtifactError unless the codes are those of the weights beside them."""
     for name, part in coded.items():
-        is_coded = name in tensors and type(part.bits) is int
-        values = dequantize(part.codes, part.scale) if is_coded else None
-        is_equal = is_coded and torch.equal(values.view_as(tensors[name]), tensors[name])
-        require(is_equal, f"coded.pt has codes of other weights under {name!r:.80}")
+        is_right = name in tensors and type(part.bits) is int
+        if is_right:
+            values = dequantize(part.codes, part.scale).view_as(tensors[name])
+            is_right = torch.equal(values, tensors[name])
+        require(is_right, f"coded.pt has codes of other weights under {name!r:.80}")
 
 
 def trained_names(tensors, settings):
@@ -1957,13 +1925,13 @@ def read_checkpoint(folder, average):
     with one_line(f"{folder}: no checkpoint with {average} weights"):
         meta = json.loads((folder / "meta.json").read_bytes())
         tensors = load(folder / "model.pt")
-        require_weights(tensors)
+        check_weights(tensors)
         if "header" in meta:  # of `unpack` or `apply`
             check_header(meta["header"])
             coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
             require_codes(coded, tensors)
             return Weights(folder, tensors, meta["shape"], meta["header"], coded)
-        shape = stored_shape(meta)
+        shape = meta.get("shape")
         training = {}
         if (folder / "training.pt").is_file():
             training = load(folder / "training.pt")
@@ -1972,7 +1940,7 @@ def read_checkpoint(folder, average):
                 require(collected > 0, "none had been collected when it was saved")
                 trained = trained_names(tensors, meta["settings"])
                 tensors |= dict(zip(trained, training[average]["values"], strict=True))
-                require_weights(tensors)
+                check_weights(tensors)
         else:  # the folder `final` of a run
             packed = chosen_weights(folder)
             require(average == packed, f"it has the {packed} weights, which were packed, alone")
@@ -2001,12 +1969,11 @@ def read_weights(path, average=""):
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
         sys.stderr.write("".join(f"{fault}\n" for fault in faults))
         weights = read_checkpoint(checkpoint, average or chosen_weights(folder))
-        check_network(weights)
-        return weights
-    if not folder.is_file():
+    elif folder.is_file():
+        header, tensors, coded = read_artifact(path)
+        weights = Weights(folder, tensors, header["settings"], header, coded)
+    else:
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
-    header, tensors, coded = read_artifact(path)
-    weights = Weights(folder, tensors, header["settings"], header, coded)
     check_network(weights)
     return weights
 
@@ -2027,14 +1994,14 @@ def network_tensors(weights):
 
 def check_network(weights):
     """Raise UserError if this script does not know the network, or if a weight is not finite."""
-    network = empty_network(checked_config(weights.shape, weights.path), weights.path)
-    check_tensors(network, network_tensors(weights), weights.path)
-    check_finite(weights.tensors, weights.path)
+    with one_line(weights.path):
+        fill_network(empty_network(checked_config(weights.shape)), network_tensors(weights))
+        check_weights(weights.tensors)
 
 
 def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
-    network = empty_network(GPTConfig(**source.shape), source.path)
+    network = empty_network(GPTConfig(**source.shape))
     with one_line(f"{source.path}: its settings rebuild no model"):
         network.load_state_dict(network_tensors(source), assign=True)
         with torch.no_grad():
@@ -2114,19 +2081,6 @@ HF_ARCHITECTURES = {
     "Qwen3_5ForCausalLM": {"qkv_bias": False, "qk_norm": True, "attn_gate": True},
 }
 HF_LAYERS = {"full_attention": "a", "linear_attention": "g"}
-# The matrix of a layer that has the rows of each of transformers' projections.
-HF_MATRICES = {
-    "self_attn.q_proj": "mixers.{}.w_qkv",
-    "self_attn.k_proj": "mixers.{}.w_qkv",
-    "self_attn.v_proj": "mixers.{}.w_qkv",
-    "self_attn.o_proj": "mixers.{}.w_o",
-    "linear_attn.in_proj_qkv": "mixers.{}.w_qkvg",
-    "linear_attn.in_proj_z": "mixers.{}.w_qkvg",
-    "linear_attn.out_proj": "mixers.{}.w_o",
-    "mlp.gate_proj": "blocks.{}.mlp.w_up",
-    "mlp.up_proj": "blocks.{}.mlp.w_up",
-    "mlp.down_proj": "blocks.{}.mlp.w_down",
-}
 # The network has no part for these. The values are those that it computes.
 HF_REFUSED = {
     "attention_bias": False,
@@ -2143,12 +2097,21 @@ HF_GDN_SHAPE = (
     "linear_key_head_dim",
     "linear_value_head_dim",
 )
+# Llama 3's scaling of rotary positions: the fields of config.json that rope_scaling has, in its order.
+HF_SCALING = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 # Parts of a model that are not its text model: images, and predictors of several tokens.
 HF_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.|.*rotary_emb\.inv_freq$")
 # Files that `export --like` does not copy: weights in any format, their index, and our sums.
 HF_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|index\.json)|SHA256SUMS")
 # Chat templates beside chat_template.jinja, each under its name.
 TEMPLATE_FILES = "additional_chat_templates/*.jinja"
+# The chat templates that are used, by their names in transformers, and the facts that have them.
+TEMPLATE_FACTS = {"default": "template", "tool_use": "tool_template"}
 # Where transformers finds classes that it does not have, in an export's own code.
 REMOTE_CLASSES = {
     "auto_map": {
@@ -2283,12 +2246,11 @@ def hf_rope(config, head_dim, default_share):
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = []
     if kind == "llama3":
-        length = "original_max_position_embeddings"
+        length = HF_SCALING[-1]
         rope = {length: config["max_position_embeddings"]} | rope
         if length in config:  # as transformers has it
             rope = rope | {length: config[length]}
-        names = ("factor", "low_freq_factor", "high_freq_factor", length)
-        scaling = [hf_real(rope, name) for name in names]
+        scaling = [hf_real(rope, name) for name in HF_SCALING]
     elif kind != "default":
         raise UserError(f"config.json: rope_type={kind!r}: must be default or llama3")
     return {
@@ -2393,12 +2355,11 @@ def hf_architecture(shape):
         raise UserError(f"transformers has no model with the biases, norms and gates of {shape}")
     architecture = fitting[0]
     words = shape.layers.split()
-    head_dim = shape.head_dim or shape.model_dim // shape.num_heads
     wanted = HF_SHAPE | {"norms": hf_norms(shape.attn_gate, len(words))}
     kinds = HF_LAYERS.values() if shape.attn_gate else ["a"]
     wanted["layers"] = " ".join(word if word in kinds else "a" for word in words)
     if not shape.attn_gate:
-        wanted["rope_dims"] = shape.rope_dims if shape.rope_dims == head_dim else 0
+        wanted["rope_dims"] = shape.attention_width if shape.rope_dims else 0  # all of a head
     for name, value in wanted.items():
         actual = getattr(shape, name)
         if actual != value:
@@ -2410,14 +2371,14 @@ def hf_config(shape):
     """Return the config.json of a network. Raises UserError if transformers has no such model."""
     architecture = hf_architecture(shape)
     words = shape.layers.split()
-    head_dim = shape.head_dim or shape.model_dim // shape.num_heads
+    head_dim = shape.attention_width
     rope = {"rope_type": "default"}
     if shape.attn_gate:
         rope["partial_rotary_factor"] = (shape.rope_dims or head_dim) / head_dim
     if shape.rope_scaling:
-        factor, low, high, length = shape.rope_scaling
-        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": low}
-        rope |= {"high_freq_factor": high, "original_max_position_embeddings": int(length)}
+        *factors, length = shape.rope_scaling
+        scaling = zip(HF_SCALING, [*factors, int(length)], strict=True)
+        rope |= {"rope_type": "llama3"} | dict(scaling)
     config = {
         "architectures": [architecture],
         # llama, qwen2, qwen3, or qwen3_5_text, which has another model beside for images
@@ -2439,9 +2400,7 @@ def hf_config(shape):
     if shape.attn_gate:
         names = {word: kind for kind, word in HF_LAYERS.items()}
         config["layer_types"] = [names[word] for word in words]
-        width = shape.model_dim // shape.num_heads
-        sizes = shape.gdn_shape or (shape.num_heads, shape.num_heads, width, width)
-        config |= zip(HF_GDN_SHAPE, sizes, strict=True)
+        config |= zip(HF_GDN_SHAPE, shape.gdn_sizes, strict=True)
         config["linear_conv_kernel_dim"] = CONV_TAPS
     return config
 
@@ -2458,12 +2417,11 @@ class HfTensor:
 
     def read(self):
         """Return the tensor. Raises UserError."""
-        safetensors = load_safetensors()
-        try:
-            with safetensors.safe_open(self.path, framework="pt") as file:
-                return file.get_tensor(self.key)
-        except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"{self.path}: {self.key}: cannot be read: {error!s:.200}") from None
+        with (
+            one_line(f"{self.path}: {self.key}: cannot be read"),
+            load_safetensors().safe_open(self.path, framework="pt") as file,
+        ):
+            return file.get_tensor(self.key)
 
 
 def hf_files(folder):
@@ -2488,25 +2446,24 @@ def hf_files(folder):
 def hf_headers(folder):
     """Return the HfTensors of a folder's model. Raises UserError."""
     safetensors = load_safetensors()
-    tensors = {}
+    tensors = []
     for path in hf_files(folder):
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                for key in file.keys():
-                    part = file.get_slice(key)
-                    name = key.replace("model.language_model.", "model.")
-                    if name in tensors:
-                        raise UserError(
-                            f"{path}: {key}: is in another file too, or twice in this one"
-                        )
-                    tensors[name] = HfTensor(path, key, name, part.get_dtype(), part.get_shape())
-        except (safetensors.SafetensorError, OSError) as error:
-            raise UserError(f"{path}: no whole safetensors file: {error!s:.200}") from None
-    return list(tensors.values())
+        with (
+            one_line(f"{path}: no whole safetensors file"),
+            safetensors.safe_open(path, framework="pt") as file,
+        ):
+            for key in file.keys():
+                part = file.get_slice(key)
+                name = key.replace("model.language_model.", "model.")
+                tensors.append(HfTensor(path, key, name, part.get_dtype(), part.get_shape()))
+    for name, count in collections.Counter(tensor.name for tensor in tensors).items():
+        if count > 1:
+            raise UserError(f"{folder}: {name}: is in several files, or twice in one")
+    return tensors
 
 
-def read_hf_headers(folder, gguf=None):
-    """Return hf_shape of a folder, and hf_headers, or those of a GGUF file. Raises UserError.
+def read_hf_headers(folder, tensors=()):
+    """Return hf_shape of a folder, and `tensors`, or without any hf_headers. Raises UserError.
 
     A head in the files that is not the embedding counts, also where config.json says that the two
     are tied. So it is in transformers 5.
@@ -2515,12 +2472,12 @@ def read_hf_headers(folder, gguf=None):
     if not path.is_file():
         raise UserError(f"{folder}: no config.json; must be a folder of Hugging Face's")
     shape = hf_shape(read_json(path))
-    tensors = gguf_headers(gguf) if gguf else hf_headers(folder)
+    tensors = tensors or hf_headers(folder)
     named = {tensor.name: tensor for tensor in tensors}
     head = named.get("lm_head.weight")
     embed = named.get("model.embed_tokens.weight")
     if shape["tie_embeddings"] and head and embed:
-        if head.shape != embed.shape or not torch.equal(head.read().float(), embed.read().float()):
+        if not torch.equal(head.read().float(), embed.read().float()):
             shape["tie_embeddings"] = False
             print(
                 f"{path}: says tie_word_embeddings, but the files have another head, which counts"
@@ -2533,13 +2490,8 @@ def check_hf_headers(folder, shape, tensors):
 
     Nothing of the network's size is allocated: a config.json may ask for any.
     """
-    try:
-        with torch.device("meta"):
-            views = hf_views(GPT(GPTConfig(**shape)))
-    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise UserError(
-            f"{folder}/config.json: does not describe a model: {error!s:.200}"
-        ) from None
+    with one_line(f"{folder}/config.json"):
+        views = hf_views(empty_network(GPTConfig(**shape)))
     for tensor in tensors:
         is_tied_head = tensor.name == "lm_head.weight" and shape["tie_embeddings"]
         if HF_SKIPPED.match(tensor.name) or is_tied_head:
@@ -2600,6 +2552,13 @@ HF_CLASSES = {
 HF_MODEL_CLASSES = {"qwen2": "Qwen2Tokenizer", "qwen3_5": "Qwen3_5Tokenizer"}
 # Fields of generation_config.json that say how to sample.
 HF_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# The part of a tokenizer.json that makes letters of bytes, and bytes of letters.
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "use_regex": False,
+    "trim_offsets": True,
+}
 # What an added token of tokenizer.json may be, see AddedTokens.
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip")
 
@@ -2610,7 +2569,7 @@ def byte_of_letters():
     The 188 printable characters of Latin-1 stand for themselves, and the letters from U+0100 on for
     the other bytes in their order (GPT-2's bytes_to_unicode).
     """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    printable = [byte for byte in range(33, 256) if chr(byte).isprintable()]
     others = sorted(set(range(256)) - set(printable))
     letters = {chr(byte): byte for byte in printable}
     return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -2624,20 +2583,21 @@ def steps_of(tokenizer, name, plural):
 
 def hf_split(tokenizer):
     """Return the regular expression that splits texts, of a tokenizer.json. Raises UserError."""
-    steps = steps_of(tokenizer, "pre_tokenizer", "pretokenizers") or [{}]
-    kinds = [step.get("type") for step in steps]
-    last = steps[-1]
-    is_plain = kinds[-1] == "ByteLevel" and not last.get("add_prefix_space")
-    first = steps[0]
-    if is_plain and last.get("use_regex", True):
-        if kinds == ["ByteLevel"]:
-            return GPT2_SPLIT
-        if kinds == ["Digits", "ByteLevel"] and first["individual_digits"]:
-            return DIGITS_SPLIT
-    is_isolated = first.get("behavior") == "Isolated" and not first.get("invert")
-    if kinds == ["Split", "ByteLevel"] and is_plain and is_isolated and not last["use_regex"]:
-        if "Regex" in first["pattern"]:
-            return first["pattern"]["Regex"]
+    steps = steps_of(tokenizer, "pre_tokenizer", "pretokenizers")
+    kinds = [step["type"] for step in steps]
+    split = None
+    if kinds == ["ByteLevel"]:
+        split = GPT2_SPLIT
+    elif kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
+        split = DIGITS_SPLIT
+    elif kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated":
+        split = None if steps[0].get("invert") else steps[0]["pattern"].get("Regex")
+    if split:
+        last = steps[-1]
+        # ByteLevel itself splits as GPT-2 does, unless use_regex is false, as it must be behind Split.
+        splits_once = last.get("use_regex", True) == (kinds[0] != "Split")
+        if splits_once and not last.get("add_prefix_space"):
+            return split
     raise UserError(
         f"tokenizer.json: pre_tokenizer {' '.join(map(str, kinds))}: must be ByteLevel without a "
         "prefix space, or an isolated Split by Regex or individual Digits before it"
@@ -2650,24 +2610,21 @@ def hf_tokenizer(folder, size):
     size: the model's number of tokens, which the tokenizer's is not above. Raises UserError for
     what would not be reproduced.
     """
-    path = folder / "tokenizer.json"
-    described = read_json(path)
-    try:
-        facts = tokenizer_facts(folder, described, size)
-        tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
+    with one_line(f"{folder}: its tokenizer cannot be used"):
+        facts = tokenizer_facts(folder, read_json(folder / "tokenizer.json"), size)
         probe_split(facts["split"])
-        add_encoder(tokenizer)
-    except (LookupError, TypeError, ValueError, AttributeError, regex.error) as error:
-        fault = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise UserError(f"{path}: is not understood: {fault:.200}") from None
-    return with_compiled_templates(tokenizer)
+        return imported_tokenizer(facts)
 
 
-def with_compiled_templates(tokenizer):
-    """Return the tokenizer. Raises UserError if a chat template of it is not one of jinja2."""
-    for name in ("template", "tool_template"):
-        if name in tokenizer.facts:
-            compile_template(tokenizer.facts[name])
+def imported_tokenizer(facts):
+    """Return the Tokenizer of an imported model, whose file has these facts.
+
+    Raises UserError if a chat template is not one of jinja2.
+    """
+    tokenizer = add_encoder(rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {}))
+    for fact in TEMPLATE_FACTS.values():
+        if fact in facts:
+            compile_template(facts[fact])
     return tokenizer
 
 
@@ -2676,7 +2633,7 @@ def with_values(tokenizer, assignments):
 
     Who renders the template may still give others. Raises UserError.
     """
-    facts = dict(tokenizer.facts or {})
+    facts = tokenizer.facts
     if "template" not in facts:
         raise UserError("--set: the model has no chat template")
     given = ""
@@ -2689,10 +2646,8 @@ def with_values(tokenizer, assignments):
         if not name.isidentifier() or not value:
             raise UserError(f"--set {assignment!r:.90}: must be NAME=VALUE, the value in JSON")
         given += f"{{% if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif %}}"
-    for name in facts.keys() & {"template", "tool_template"}:
-        facts[name] = given + facts[name]
-    tokenizer = rank_tokenizer(tokenizer.file, json.dumps(facts).encode(), {})
-    return with_compiled_templates(add_encoder(tokenizer))
+    used = facts.keys() & TEMPLATE_FACTS.values()
+    return imported_tokenizer(facts | {fact: given + facts[fact] for fact in used})
 
 
 def with_template_end(tokenizer):
@@ -2703,7 +2658,7 @@ def with_template_end(tokenizer):
     changes nothing, nor does one that has a known end behind its other marks, as
     `</answer></s>`. The fact `template_end` is the token that was added.
     """
-    facts = dict(tokenizer.facts or {})
+    facts = tokenizer.facts
     if "template" not in facts:
         return tokenizer
     turns = [("<|user|>", "Question"), ("<|assistant|>", "Answer")]
@@ -2719,8 +2674,8 @@ def with_template_end(tokenizer):
         rest = rest.removeprefix(name).lstrip()
     if not ends or {*ends} & {*facts["stop"]}:
         return tokenizer
-    facts |= {"template_end": ends[0], "stop": sorted([*facts["stop"], ends[0]])}
-    return add_encoder(rank_tokenizer(tokenizer.file, json.dumps(facts).encode(), {}))
+    stop = sorted([*facts["stop"], ends[0]])
+    return imported_tokenizer(facts | {"template_end": ends[0], "stop": stop})
 
 
 def is_misread(name, facts):
@@ -2833,7 +2788,7 @@ def tokenizer_facts(folder, tokenizer, size):
         "normalized": late,
         "flags": flags,
         "ranks": "\n".join(lines),
-        "begins_with_bos": begins_with(tokenizer.get("post_processor"), facts["bos"]),
+        "begins_with_bos": begins_with(tokenizer, facts["bos"]),
     }
 
 
@@ -2902,23 +2857,24 @@ def check_added(folder, added):
             raise UserError(f"{folder}: added token {text!r:.50}: must be one of the tokenizer's")
 
 
-def begins_with(processor, bos):
-    """Return whether a post_processor puts BOS before a text. Raises UserError for other tokens."""
-    processor = processor or {"type": "ByteLevel"}
-    if processor["type"] == "Sequence":
-        return any([begins_with(step, bos) for step in processor["processors"]])
-    if processor["type"] == "ByteLevel":  # has to do with places in the text alone
-        return False
-    texts = []
-    if processor["type"] == "TemplateProcessing":
-        parts = itertools.chain(*(step.values() for step in processor["single"]))
-        texts = [part["id"] for part in parts]
-    if texts in (["A"], [bos, "A"]):
-        return len(texts) == 2
-    raise UserError(
-        f"tokenizer.json: post_processor {processor['type']} {texts}: must put nothing but BOS, "
-        f"{bos!r}, before a text, and nothing behind it"
-    )
+def begins_with(tokenizer, bos):
+    """Return whether a tokenizer.json puts BOS before a text. Raises UserError for other tokens."""
+    begins_with_bos = False
+    for step in steps_of(tokenizer, "post_processor", "processors"):
+        if step["type"] == "ByteLevel":  # has to do with places in the text alone
+            continue
+        texts = []
+        if step["type"] == "TemplateProcessing":
+            parts = itertools.chain(*(part.values() for part in step["single"]))
+            texts = [part["id"] for part in parts]
+        if texts not in (["A"], [bos, "A"]):
+            raise UserError(
+                f"tokenizer.json: post_processor {step['type']} {texts}: must put nothing but BOS, "
+                f"{bos!r}, before a text, and nothing behind it"
+            )
+        if len(texts) == 2:
+            begins_with_bos = True
+    return begins_with_bos
 
 
 def rank_line(content, i):
@@ -2937,11 +2893,16 @@ def rank_lines(ids, merges, ignore_merges):
         if merge_letters(piece, merges) != [piece]:
             if not ignore_merges:
                 continue
-            splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-            if any(a in known and b in known and (a, b) not in merges for a, b in splits):
+            pairs = {pair for pair in splits_of(piece) if known.issuperset(pair)}
+            if pairs - merges.keys():
                 raise UserError(f"tokenizer.json: merges: must have every split of {piece!r}")
         lines.append(rank_line(bytes(letters[letter] for letter in piece), i))
     return lines
+
+
+def splits_of(piece):
+    """Return the pairs of parts that make a piece."""
+    return [(piece[:at], piece[at:]) for at in range(1, len(piece))]
 
 
 def merge_letters(text, merges):
@@ -3015,6 +2976,15 @@ def hf_chat(folder, added, own_bos=None):
     return facts | templates
 
 
+def named_templates(config):
+    """Return the chat templates of a tokenizer_config.json by name; a single one is `default`."""
+    templates = config.get("chat_template") or {}
+    if isinstance(templates, list):
+        listed = map(dict, templates)
+        return {str(entry.get("name")): entry.get("template") for entry in listed}
+    return {"default": templates} if templates else {}
+
+
 def hf_templates(folder, config):
     """Return the facts of a folder about chat templates. Raises UserError for one without use.
 
@@ -3022,26 +2992,21 @@ def hf_templates(folder, config):
     by name the one called tool_use is for conversations with tools.
     """
     path = folder / "chat_template.jinja"
-    templates = config.get("chat_template") or {}
-    if isinstance(templates, list):
-        listed = map(dict, templates)
-        templates = {str(entry.get("name")): entry.get("template") for entry in listed}
-    elif templates:
-        templates = {"default": templates}
+    templates = named_templates(config)
     if path.is_file():
         templates = {"default": path.read_text(encoding="utf-8")}
         for more in sorted(folder.glob(TEMPLATE_FILES)):
             templates[more.stem] = more.read_text(encoding="utf-8")
-    facts = {"unused_templates": sorted(templates.keys() - {"default", "tool_use"})}
+    facts = {"unused_templates": sorted(templates.keys() - TEMPLATE_FACTS.keys())}
     if not templates:
         return facts
     if not all(isinstance(text, str) for text in templates.values()) or "default" not in templates:
         raise UserError(
             f"{folder}: chat_template: must be a text, or several with one named default"
         )
-    facts["template"] = templates["default"]
-    if "tool_use" in templates:
-        facts["tool_template"] = templates["tool_use"]
+    for name, fact in TEMPLATE_FACTS.items():
+        if name in templates:
+            facts[fact] = templates[name]
     return facts
 
 
@@ -3069,7 +3034,7 @@ def read_hf_tokenizer(folder, path, vocab_size):
         return tokenizer
     if spare:
         # Four rows more are those of the roles, not of tokens that somebody else added.
-        names, _, _ = sentencepiece_pieces(tokenizer.proto)
+        names = read_sentencepiece(tokenizer.proto).names
         check_added(folder, {*names, *ROLE_TOKENS})
     return tokenizer if spare == 4 else with_chat_facts(folder, tokenizer)
 
@@ -3082,29 +3047,28 @@ def with_chat_facts(folder, tokenizer):
     and one for which a folder says nothing else. The model's own EOS ends an answer if no file has
     one. Raises UserError.
     """
-    model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
-    marks = [i for i in range(model.vocab_size()) if model.is_control(i) or model.is_unknown(i)]
-    added = {model.id_to_piece(i): i for i in marks}
-    if not added.keys().isdisjoint(ROLE_TOKENS):
+    if tokenizer.roles:
         return tokenizer
-    facts = hf_chat(folder, added, model.id_to_piece(model.bos_id())) | {"added": added}
+    model = read_sentencepiece(tokenizer.content)
+    bos_id, eos_id = tokenizer.facts["stop"]
+    added = model.marks
+    facts = hf_chat(folder, added, model.names[bos_id]) | {"added": added}
     has_template = "template" in facts
     facts["begins_with_bos"] = sentencepiece_begins(folder, facts["bos"], has_template)
     ends = hf_ends(folder)
-    more_ends = ends - {model.bos_id(), model.eos_id()}
+    more_ends = ends - {bos_id, eos_id}
     if facts["begins_with_bos"] and not has_template and not more_ends:
         return tokenizer
     if has_template:
         check_added(folder, added)
         check_spaces(folder)
     if not ends and "eos_token" not in facts["names"]:
-        facts["stop"] = sorted({*facts["stop"], model.eos_id()} - {-1})  # -1: the model has none
+        facts["stop"] = sorted({*facts["stop"], eos_id} - {-1})  # -1: the model has none
     content = tokenizer.content
-    if model.is_control(facts["bos_id"]) and facts["bos_id"] != model.bos_id():
+    if model.kinds[facts["bos_id"]] == 3 and facts["bos_id"] != bos_id:
         content = with_bos(content, facts["bos"])
     facts["sentencepiece"] = base64.b64encode(content).decode()
-    tokenizer = rank_tokenizer("imported.tiktoken", json.dumps(facts).encode(), {})
-    return with_compiled_templates(add_encoder(tokenizer))
+    return imported_tokenizer(facts)
 
 
 def with_bos(content, bos):
@@ -3128,7 +3092,7 @@ def sentencepiece_begins(folder, bos, has_template):
     if not described:
         return begins_with_bos
     try:
-        return begins_with(described.get("post_processor"), bos)
+        return begins_with(described, bos)
     except UserError as error:
         if has_template:
             raise
@@ -3182,10 +3146,32 @@ def bpe_json(vocab, order, **others):
     merges = []
     known = set(order)
     for piece in order:
-        splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         # Texts, because tokenizers before 0.20 reads no lists. No piece has a space.
-        merges += [" ".join(pair) for pair in splits if known.issuperset(pair)]
+        merges += [" ".join(pair) for pair in splits_of(piece) if known.issuperset(pair)]
     return {"type": "BPE", "dropout": None, "vocab": vocab, "merges": merges} | others
+
+
+def split_json(split):
+    """Return the pre_tokenizer of a tokenizer.json for byte-level pieces. split: maybe a Regex."""
+    steps = [BYTE_LEVEL]
+    if split:
+        # A possessive count of tiktoken's is a repeated group for tokenizers.
+        pattern = {"Regex": split.replace("{1,3}+", "{1,3}")}
+        first = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        steps.insert(0, first)
+    return {"type": "Sequence", "pretokenizers": steps}
+
+
+def bos_json(bos, bos_id):
+    """Return the post_processor of a tokenizer.json that puts BOS before a text."""
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    parts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, parts[0]],
+        "pair": [first, *parts],
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+    }
 
 
 def byte_level_json(tokenizer):
@@ -3197,33 +3183,25 @@ def byte_level_json(tokenizer):
     for i, piece in enumerate(tokenizer.pieces):
         if piece and piece not in added:
             vocab["".join(letters[byte] for byte in piece)] = i
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    byte_level["trim_offsets"] = True
-    steps = [byte_level]
-    if "split" in facts:
-        # A possessive count of tiktoken's is a repeated group for tokenizers.
-        pattern = {"Regex": facts["split"].replace("{1,3}+", "{1,3}")}
-        split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-        steps.insert(0, split)
     return {
         "normalizer": {"type": "NFC"} if facts.get("nfc") else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "decoder": byte_level,
+        "pre_tokenizer": split_json(facts.get("split")),
+        "decoder": BYTE_LEVEL,
         # tiktoken takes a part of a text that is a piece, whatever its merges are.
         "model": bpe_json(vocab, list(vocab), ignore_merges="split" in facts),
     }
 
 
-def space_json(normalizer):
-    """Return the normalizers and decoders of a tokenizer.json, by a SentencePiece normalizer_spec."""
+def space_json(model):
+    """Return the normalizers and decoders of a tokenizer.json for a SentencePieceModel."""
     steps = []
-    if normalizer.get(2):  # precompiled_charsmap
-        charsmap = base64.b64encode(normalizer[2]).decode()
+    if model.charsmap:
+        charsmap = base64.b64encode(model.charsmap).decode()
         steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
-    if normalizer.get(4, 1):  # remove_extra_whitespaces
+    if model.drops_spaces:
         for pattern, content in (("^ +| +$", ""), (" {2,}", " ")):
             steps.append({"type": "Replace", "pattern": {"Regex": pattern}, "content": content})
-    if normalizer.get(3, 1):  # add_dummy_prefix
+    if model.has_prefix:
         steps.append({"type": "Prepend", "prepend": "\u2581"})
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"})
     decoders = [
@@ -3231,29 +3209,43 @@ def space_json(normalizer):
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if normalizer.get(3, 1):
+    if model.has_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return steps, decoders
 
 
-def sentencepiece_pieces(content):
-    """Return names, kinds and scores of the pieces of a SentencePiece model.
+@dataclass
+class SentencePieceModel:
+    """What a SentencePiece model says, of which its package tells only a part."""
 
-    Kinds are 1 normal, 2 unknown, 3 control, 4 user's, 5 unused, 6 byte. Here and below the numbers
-    of fields are those in sentencepiece_model.proto.
-    """
-    proto = proto_fields(content)
+    names: list  # of the pieces
+    kinds: list  # of the pieces: 1 normal, 2 unknown, 3 control, 4 user's, 5 unused, 6 byte
+    scores: list  # of the pieces
+    algorithm: int  # model_type: 1 Unigram, 2 BPE
+    charsmap: bytes  # precompiled_charsmap
+    has_prefix: bool  # add_dummy_prefix
+    drops_spaces: bool  # remove_extra_whitespaces
+
+    @property
+    def marks(self):
+        """Return the control tokens and the unknown one, name -> id: no text has them."""
+        return {name: i for i, name in enumerate(self.names) if self.kinds[i] in (2, 3)}
+
+
+def read_sentencepiece(content):
+    """Return a SentencePieceModel. The numbers of fields are those in sentencepiece_model.proto."""
+    proto = list(proto_fields(content))
     pieces = [dict(proto_fields(value)) for number, value in proto if number == 1]
-    names = [piece[1].decode() for piece in pieces]
-    kinds = [piece.get(3, 1) for piece in pieces]
-    scores = [struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in pieces]
-    return names, kinds, scores
-
-
-def sentencepiece_options(content):
-    """Return the trainer_spec and the normalizer_spec of a SentencePiece model: number -> value."""
-    proto = dict(proto_fields(content))
-    return [dict(proto_fields(proto[number])) for number in (2, 3)]
+    trainer, normalizer = [dict(proto_fields(dict(proto)[number])) for number in (2, 3)]
+    return SentencePieceModel(
+        names=[piece[1].decode() for piece in pieces],
+        kinds=[piece.get(3, 1) for piece in pieces],
+        scores=[struct.unpack("<f", piece.get(2, bytes(4)))[0] for piece in pieces],
+        algorithm=trainer.get(3, 1),
+        charsmap=normalizer.get(2, b""),
+        has_prefix=bool(normalizer.get(3, 1)),
+        drops_spaces=bool(normalizer.get(4, 1)),
+    )
 
 
 def sentencepiece_json(content):
@@ -3261,37 +3253,31 @@ def sentencepiece_json(content):
 
     Raises UserError.
     """
-    names, kinds, scores = sentencepiece_pieces(content)
-    trainer, normalizer = sentencepiece_options(content)
-    added = {name: i for i, name in enumerate(names) if kinds[i] in (2, 3)}
-    for i, name in enumerate(names):
-        if kinds[i] == 4 and len(name) > 1:
-            added[name] = i
-            if normalizer.get(3, 1):  # add_dummy_prefix
-                raise UserError(
-                    f"tokenizer.model: user_defined_symbols {name!r:.50}: must be one letter"
-                )
-
-    steps, decoders = space_json(normalizer)
+    model = read_sentencepiece(content)
+    names = model.names
+    kinds = model.kinds
+    symbols = {name: i for i, name in enumerate(names) if kinds[i] == 4 and len(name) > 1}
+    if symbols and model.has_prefix:
+        name = next(iter(symbols))
+        raise UserError(f"tokenizer.model: user_defined_symbols {name!r:.50}: must be one letter")
+    steps, decoders = space_json(model)
     vocab = {name: i for i, name in enumerate(names)}
-    unknown = names[kinds.index(2)]
-    if trainer.get(3, 1) == 1:  # model_type: Unigram
-        pairs = list(zip(names, scores, strict=True))
-        model = {"type": "Unigram", "unk_id": vocab[unknown], "vocab": pairs}
-        model["byte_fallback"] = 6 in kinds
-    elif trainer[3] == 2:
+    unknown = kinds.index(2)
+    if model.algorithm == 1:
+        pairs = list(zip(names, model.scores, strict=True))
+        described = {"type": "Unigram", "unk_id": unknown, "vocab": pairs}
+    elif model.algorithm == 2:
         order = [i for i, kind in enumerate(kinds) if kind == 1]
-        order.sort(key=lambda i: -scores[i])
+        order.sort(key=lambda i: -model.scores[i])
         order = [names[i] for i in order]
-        options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": 6 in kinds}
-        model = bpe_json(vocab, order, **options)
+        described = bpe_json(vocab, order, unk_token=names[unknown], fuse_unk=True)
     else:
         raise UserError("tokenizer.model: model_type: must be unigram or bpe")
-    return added, {
+    return model.marks | symbols, {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": model,
+        "model": described | {"byte_fallback": 6 in kinds},
     }
 
 
@@ -3299,8 +3285,7 @@ def listed_templates(facts):
     """Return the chat template of an imported model, None without one, as tokenizer_config.json has it."""
     if "tool_template" not in facts:
         return facts.get("template")
-    names = {"default": "template", "tool_use": "tool_template"}
-    return [{"name": name, "template": facts[fact]} for name, fact in names.items()]
+    return [{"name": name, "template": facts[fact]} for name, fact in TEMPLATE_FACTS.items()]
 
 
 def response_template(tokenizer, added, pad):
@@ -3342,16 +3327,7 @@ def tokenizer_files(tokenizer):
     texts = {i: text for text, i in added.items()}
     bos = texts[bos_id]
     pad = texts[padding_id(tokenizer)]
-    processor = None
-    if begin_ids(tokenizer):
-        first = {"SpecialToken": {"id": bos, "type_id": 0}}
-        parts_of_pair = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-        processor = {
-            "type": "TemplateProcessing",
-            "single": [first, parts_of_pair[0]],
-            "pair": [first, *parts_of_pair],
-        }
-        processor["special_tokens"] = {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}
+    processor = bos_json(bos, bos_id) if begin_ids(tokenizer) else None
     tokens = []
     for text, i in sorted(added.items(), key=lambda item: item[1]):
         token = {flag: flag in flags.get(text, []) for flag in TOKEN_FLAGS}
@@ -3384,20 +3360,20 @@ def import_(args):
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            unpack_gguf(args.folder, Path(folder))
-            import_folder(Path(folder), args, args.folder)
+            tensors = unpack_gguf(args.folder, Path(folder))
+            import_folder(Path(folder), args, tensors)
         except UserError as error:
             # What is in the folder came from the file.
             message = str(error).replace(f"{folder}/", "").replace(f"{folder}: ", "")
             raise UserError(f"{args.folder}: {message}") from None
 
 
-def import_folder(folder, args, gguf=None):
+def import_folder(folder, args, tensors=()):
     """Read a folder of transformers into a run folder: config.json, safetensors, tokenizer.
 
-    gguf: the file with the weights, if they are not in safetensors.
+    tensors: the weights, if they are not in safetensors.
     """
-    shape, tensors = read_hf_headers(folder, gguf)
+    shape, tensors = read_hf_headers(folder, tensors)
     check_hf_headers(folder, shape, tensors)
     tokenizer = read_hf_tokenizer(folder, given_tokenizer(), shape["vocab_size"])
     if args.set:
@@ -3649,20 +3625,21 @@ def adapter_tensors(source, network):
     The projections of transformers are rows of our matrices, one behind the other. Each has the A of
     its matrix, and its rows of B.
     """
-    projections = collections.defaultdict(dict)  # matrix -> name in transformers -> rows
-    for name, view in hf_views(network).items():
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(\w+\.\w+)\.weight", name)
-        if match and match[2] in HF_MATRICES:
-            matrix = HF_MATRICES[match[2]].format(match[1])
-            projections[matrix][f"base_model.model.{name.removesuffix('.weight')}"] = len(view)
+    views = hf_views(network)
     state = {}
-    for matrix, rows in projections.items():
+    for matrix, param in network.named_parameters():
         module, _, last = matrix.rpartition(".")
         adapter = f"{module}.parametrizations.{last}.0.lora_"
-        parts = source.unmerged[f"{adapter}b"].split([*rows.values()])
-        for name, b in zip(rows, parts, strict=True):
-            state[f"{name}.lora_A.weight"] = source.unmerged[f"{adapter}a"].clone()
-            state[f"{name}.lora_B.weight"] = b.clone()
+        if f"{adapter}a" not in source.unmerged:
+            continue
+        # The projections that are rows of the matrix, or all of it.
+        names = [name for name, view in views.items() if view is param or view._base is param]
+        rows = [len(views[name]) for name in names]
+        parts = source.unmerged[f"{adapter}b"].split(rows)
+        for name, b in zip(names, parts, strict=True):
+            prefix = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            state[f"{prefix}A.weight"] = source.unmerged[f"{adapter}a"].clone()
+            state[f"{prefix}B.weight"] = b.clone()
     return state
 
 
@@ -3684,8 +3661,7 @@ def check_frozen(source, base):
     }
     for name, w in network_tensors(base).items():
         # On a GPU they are bfloat16.
-        is_equal = name in frozen and torch.equal(w.to(frozen[name]), frozen[name])
-        if not is_equal:
+        if name not in frozen or not torch.equal(w.to(frozen[name]), frozen[name]):
             raise UserError(
                 f"{source.path}: {name} is not that of {base.path}: it has changed or grown, which "
                 "adapters cannot hold; export without --adapters writes the sums"
@@ -3744,14 +3720,16 @@ GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # Types of matrices, and the types of whole files.
 GGUF_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 GGUF_NORMAL, GGUF_UNKNOWN, GGUF_CONTROL, GGUF_USERS, GGUF_UNUSED = range(1, 6)  # kinds of tokens
-GGUF_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
-GGUF_NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}  # 8 is a text, 9 a list
 GGUF_NO_MERGE = "ÿ ÿ"  # llama.cpp wants some merges; no text has these bytes, ff and ff
+# Kinds of values, and numpy's types of those that are numbers.
+U8 = 0
 U32 = 4
 F32 = 6
+TEXT = 8
+LIST = 9
 U64 = 10
-# What reading values of any kind may raise.
-GGUF_FAULTS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+GGUF_NUMBERS = {U8: "u1", 1: "i1", 2: "<u2", 3: "<i2", U32: "<u4", 5: "<i4", F32: "<f4", 7: "?"}
+GGUF_NUMBERS |= {U64: "<u8", 11: "<i8", 12: "<f8"}
 
 
 def load_gguf():
@@ -3764,7 +3742,7 @@ def load_gguf():
 
 
 class GgufReader:
-    """Reads a GGUF file from front to back. Raises ValueError where it ends too early.
+    """Reads a GGUF file from front to back. Raises UserError where it ends too early.
 
     The package's own reader goes on for hours where a damaged file says that a list is long.
     """
@@ -3773,57 +3751,50 @@ class GgufReader:
         self.data = np.memmap(path, mode="r").view(np.ndarray)
         self.place = 0
 
-    def numbers(self, dtype, count):
+    def numbers(self, kind, count):
         """Return an array of numbers."""
+        dtype = GGUF_NUMBERS[kind]
         start = self.place
         self.place += count * np.dtype(dtype).itemsize
         if self.place > len(self.data):
-            raise ValueError(f"it has {len(self.data)} bytes, needs {self.place}")
+            raise UserError(f"it has {len(self.data)} bytes, needs {self.place}")
         return self.data[start : self.place].view(dtype)
 
-    def number(self, kind):
-        """Return a number. One in float32 is what it was written as, 1e-05 or 0.1."""
-        (number,) = self.numbers(GGUF_NUMBERS[kind], 1)
-        return float(str(number)) if kind == F32 else number.item()
-
-    def text(self):
-        """Return a text."""
-        return self.numbers("u1", self.number(U64)).tobytes().decode()
-
     def value(self, kind):
-        """Return a number, a text or a list."""
-        if kind == 8:
-            return self.text()
-        if kind != 9:
-            return self.number(kind)
-        kind = self.number(U32)
-        count = self.number(U64)
-        if kind in GGUF_NUMBERS:
-            return self.numbers(GGUF_NUMBERS[kind], count).tolist()
-        return [self.value(kind) for _ in range(count)]
+        """Return a number, a text or a list. A float32 is what it was written as, 1e-05 or 0.1."""
+        if kind == TEXT:
+            return self.numbers(U8, self.value(U64)).tobytes().decode()
+        if kind == LIST:
+            kind = self.value(U32)
+            count = self.value(U64)
+            if kind in GGUF_NUMBERS:
+                return self.numbers(kind, count).tolist()
+            return [self.value(kind) for _ in range(count)]
+        (number,) = self.numbers(kind, 1)
+        return float(str(number)) if kind == F32 else number.item()
 
     def header(self):
         """Return the number of tensors, and the metadata by key."""
-        if self.numbers("u1", 4).tobytes() != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
-        version = self.number(U32)
+        if self.numbers(U8, 4).tobytes() != b"GGUF":
+            raise UserError("it does not begin with GGUF")
+        version = self.value(U32)
         if version not in (2, 3):
-            raise ValueError(f"version {version}: must be 2 or 3")
-        count = self.number(U64)
+            raise UserError(f"version {version}: must be 2 or 3")
+        count = self.value(U64)
         metadata = {}
-        for _ in range(self.number(U64)):
-            key = self.text()
-            metadata[key] = self.value(self.number(U32))
+        for _ in range(self.value(U64)):
+            key = self.value(TEXT)
+            metadata[key] = self.value(self.value(U32))
         return count, metadata
 
     def tensor(self):
         """Return name, shape, type and place of a tensor."""
-        name = self.text()
-        sizes = self.numbers("<u8", self.number(U32)).tolist()
+        name = self.value(TEXT)
+        sizes = self.numbers(U64, self.value(U32)).tolist()
         if not all(sizes):
-            raise ValueError(f"{name!r:.50} has no numbers")
-        kind = load_gguf().GGMLQuantizationType(self.number(U32))
-        return name, sizes[::-1], kind, self.number(U64)
+            raise UserError(f"{name!r:.50} has no numbers")
+        kind = load_gguf().GGMLQuantizationType(self.value(U32))
+        return name, sizes[::-1], kind, self.value(U64)
 
 
 @dataclass
@@ -3836,24 +3807,20 @@ class GgufTensor(HfTensor):
 
     def read(self):
         """Return the tensor in float32. Raises UserError."""
-        try:
-            w = load_gguf().dequantize(self.content, self.kind)
-        except (NotImplementedError, ValueError) as error:
-            raise UserError(f"{self.path}: {self.key}: cannot be read: {error!s:.200}") from None
-        w = torch.tensor(w)
+        with one_line(f"{self.path}: {self.key}: cannot be read"):
+            w = torch.tensor(load_gguf().dequantize(self.content, self.kind))
         if self.head_dim:
             # llama.cpp rotates neighbours, transformers the two halves of a head.
             w = w.view(-1, self.head_dim // 2, 2, w.size(1)).transpose(1, 2).reshape(w.shape)
         return w
 
 
-@functools.lru_cache(1)
 def open_gguf(path):
     """Return the metadata of a GGUF file by key, and its GgufTensors by name. Raises UserError."""
     gguf = load_gguf()
     if not path.is_file():
         raise UserError("no such file")
-    try:
+    with one_line("no whole GGUF file"):
         reader = GgufReader(path)
         count, metadata = reader.header()
         listed = [reader.tensor() for _ in range(count)]
@@ -3863,40 +3830,34 @@ def open_gguf(path):
         for key, shape, kind, place in listed:
             sizes = gguf.quants.quant_shape_to_byte_shape(shape, kind)
             reader.place = start + place
-            content = reader.numbers("u1", math.prod(sizes)).reshape(sizes)
+            content = reader.numbers(U8, math.prod(sizes)).reshape(sizes)
             block, part, end = re.fullmatch(r"(blk\.\d+\.)?(.*?)(\.\w+)?", key).groups("")
             name = block.replace("blk", "model.layers") + GGUF_PARTS.get(part, part) + end
             # A type without a float of its own is not one of weights.
             dtype = kind.name if re.fullmatch(r"I\d+", kind.name) else "F32"
             tensors[key] = GgufTensor(path, key, name, dtype, shape, kind, content)
-    except GGUF_FAULTS as error:
-        raise UserError(f"no whole GGUF file: {error!s:.200}") from None
     return metadata, tensors
 
 
-def gguf_headers(path):
-    """Return the GgufTensors of a file, see hf_headers."""
-    metadata, tensors = open_gguf(path)
-    shape = hf_shape(gguf_config(metadata, tensors))
-    if metadata["general.architecture"] == "llama":
-        for key, tensor in tensors.items():
-            if re.search(r"attn_[qk]\.weight$", key):
-                tensor.head_dim = shape["head_dim"]
-    return [tensor for key, tensor in tensors.items() if key != "rope_freqs.weight"]
-
-
 def unpack_gguf(path, folder):
-    """Write what a GGUF file says, without its weights, into a folder of transformers. UserError."""
+    """Write what a GGUF file says, without its weights, into a folder of transformers.
+
+    Return the weights as GgufTensors, see hf_headers. Raises UserError.
+    """
     metadata, tensors = open_gguf(path)
-    files = {"config.json": json_bytes(gguf_config(metadata, tensors))}
-    try:
+    config = gguf_config(metadata, tensors)
+    files = {"config.json": json_bytes(config)}
+    with one_line("its tokenizer cannot be used"):
         files |= gguf_tokenizer(metadata)
-    except GGUF_FAULTS as error:
-        raise UserError(
-            f"its tokenizer is not understood: {type(error).__name__} {error!s:.200}"
-        ) from None
     for name, content in files.items():
         (folder / name).write_bytes(content)
+    tensors.pop("rope_freqs.weight", None)
+    if metadata["general.architecture"] == "llama":
+        head_dim = hf_shape(config)["head_dim"]
+        for key, tensor in tensors.items():
+            if re.search(r"attn_[qk]\.weight$", key):
+                tensor.head_dim = head_dim
+    return [*tensors.values()]
 
 
 def gguf_config(metadata, tensors):
@@ -3944,9 +3905,7 @@ def gguf_rope(base, divisors):
         scaling = [divisors.max().item(), 1.0, 4.0, length]
         expected = llama3_divisors(2 * len(divisors), base, scaling)
         if torch.allclose(expected, divisors, rtol=1e-5):
-            names = ("factor", "low_freq_factor", "high_freq_factor")
-            named = dict(zip(names, scaling[:3], strict=True))
-            return {"rope_type": "llama3", "original_max_position_embeddings": length} | named
+            return {"rope_type": "llama3"} | dict(zip(HF_SCALING, scaling, strict=True))
     raise UserError("rope_freqs.weight: must be Llama 3's, with factors 1 and 4")
 
 
@@ -4005,22 +3964,17 @@ def gguf_byte_level(values, config):
         if kind != GGUF_NORMAL:
             added.append({"id": i, "content": text, "special": kind != GGUF_USERS})
     is_llama = split == "llama-bpe"
-    begin = [{"Sequence": {"id": "A"}}]
+    processor = None
     if values.get("add_bos_token", is_llama):
-        begin.insert(0, {"SpecialToken": {"id": config["bos_token"]}})
-    pattern = {"Regex": GGUF_SPLITS[split]}
-    steps = [
-        {"type": "Split", "pattern": pattern, "behavior": "Isolated"},
-        {"type": "ByteLevel", "use_regex": False},
-    ]
+        bos = config["bos_token"]
+        processor = bos_json(bos, vocab[bos])
     merges = [merge for merge in values["merges"] if merge != GGUF_NO_MERGE]
-    model = {"type": "BPE", "vocab": vocab, "merges": merges}
     return {
-        "model": model | {"ignore_merges": is_llama},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": is_llama},
         "added_tokens": added,
         "normalizer": {"type": "NFC"} if split == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": {"type": "TemplateProcessing", "single": begin},
+        "pre_tokenizer": split_json(GGUF_SPLITS[split]),
+        "post_processor": processor,
     }
 
 
@@ -4042,7 +3996,7 @@ def proto_field(number, value):
 
 
 def sentencepiece_content(values):
-    """Return the SentencePiece model that a GGUF file stands for, see sentencepiece_pieces.
+    """Return the SentencePiece model that a GGUF file stands for, see SentencePieceModel.
 
     values: those of tokenizer.ggml.
     """
@@ -4171,12 +4125,8 @@ def gguf_vocabulary(tokenizer, count):
     if tokenizer.facts.get("flags"):
         print(f"llama.cpp does not know what added tokens are: {tokenizer.facts['flags']}")
     metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
-    templates = config.get("chat_template", [])
-    if isinstance(templates, str):
-        templates = [{"name": "default", "template": templates}]
-    for entry in templates:
-        key = f"tokenizer.chat_template.{entry['name']}".removesuffix(".default")
-        metadata[key] = entry["template"]
+    for name, template in named_templates(config).items():
+        metadata[f"tokenizer.chat_template.{name}".removesuffix(".default")] = template
     return metadata
 
 
@@ -4196,26 +4146,25 @@ def gguf_sentencepiece(content, count):
 
     Raises UserError for what llama.cpp does not compute.
     """
-    names, kinds, scores = sentencepiece_pieces(content)
-    trainer, normalizer = sentencepiece_options(content)
+    model = read_sentencepiece(content)
     faults = {
-        "model_type must be bpe": trainer.get(3, 1) != 2,
-        "byte_fallback must be true": 6 not in kinds,
-        "normalization_rule_name must be identity": bool(normalizer.get(2)),
-        "remove_extra_whitespaces must be false": normalizer.get(4, 1),
+        "model_type must be bpe": model.algorithm != 2,
+        "byte_fallback must be true": 6 not in model.kinds,
+        "normalization_rule_name must be identity": model.charsmap,
+        "remove_extra_whitespaces must be false": model.drops_spaces,
     }
     for fault, is_there in faults.items():
         if is_there:
             raise UserError(f"tokenizer.model: {fault} for llama.cpp")
     pieces = {}
-    for i, (text, kind) in enumerate(zip(names, kinds, strict=True)):
+    for i, (text, kind) in enumerate(zip(model.names, model.kinds, strict=True)):
         # No piece but itself has a symbol of one letter, and llama.cpp would begin a text behind it.
         pieces[i] = (text, GGUF_NORMAL if kind == GGUF_USERS and len(text) == 1 else kind)
     return pieces, {
         "model": "llama",
-        "scores": scores + [0.0] * (count - len(scores)),
-        "unknown_token_id": kinds.index(GGUF_UNKNOWN),
-        "add_space_prefix": bool(normalizer.get(3, 1)),
+        "scores": model.scores + [0.0] * (count - len(pieces)),
+        "unknown_token_id": model.kinds.index(GGUF_UNKNOWN),
+        "add_space_prefix": model.has_prefix,
     }
 
 
@@ -4241,7 +4190,9 @@ def make_parser():
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for run, source in ((import_, "folder"), (export, "model")):
         name = run.__name__.rstrip("_")  # import is a word of Python
-        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        command = commands.add_parser(
+            name, help=run.__doc__, description=run.__doc__, allow_abbrev=False
+        )
         command.error = fail_usage
         command.set_defaults(run=run)
         command.add_argument(source, metavar=source.upper(), type=Path)

@@ -2,34 +2,32 @@
 
     python quantize.py info runs/<RUN_ID>/model.upar --tensors           # what its bytes are spent on
     python quantize.py verify runs/<RUN_ID>/model.upar runs/<RUN_ID> --weights ema
-    MATRIX_BITS=4 python quantize.py pack runs/<RUN_ID> small.upar       # the same with 4 bits, to nearest
+    python quantize.py pack runs/<RUN_ID> small.upar --bits 4            # the same with 4 bits, to nearest
     python quantize.py bitdelta runs/<BASE> runs/<TUNED> tuned.delta     # 1 bit a weight; deltaquant: 1 to 8
     python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
 
 MODEL, BASE, TUNED, A, B and CHECKPOINT are an artifact, a checkpoint's folder, a run's folder (its
-newest whole checkpoint), or what `unpack` or `apply` wrote. Settings below are environment
-variables, in capitals; DATA_PATH and MATRIX_BITS are the checkpoint's unless they are given. One
-that the command does not read is an error.
+newest whole checkpoint), or what `unpack` or `apply` wrote. `python quantize.py COMMAND --help`
+lists the options of a command. Two settings are environment variables: TOKENIZER_PATH names a
+tokenizer that is not beside its model, and DEVICE is auto, cpu or cuda.
 
 Sections between `# === shared:` fences are in other scripts too, byte for byte (tools/sync.py);
 in a copy of your own change them as you like.
-The rest is this script's: settings, weights (how a MODEL is packed and written; GPTQ;
-distillation), commands (a function for each, of the parsed arguments), and main, which looks at all
-settings, then calls the command's function.
+The rest is this script's: weights (how a MODEL is packed and written; GPTQ; distillation), commands
+(a function for each, of the parsed arguments), and main, which calls the command's function.
 
 Where to change what:
     how weights are rounded               quantize, quant_table
     what GPTQ measures and chooses        gptq, improve_codes, InputSums
     what is in the artifact               pack_artifact, decode_artifact
-    how codes become bytes                RansCoder, rans_table, count_symbols
+    how codes become bytes                rans_encode, rans_table, count_symbols
     how deltas are rounded and packed     quantize_delta, pack_delta
     how scales of a delta are trained     distill
     what `info` and `compare` print       info, measure_tensor, distances
     what `verify` refuses                 compare_packed, check_codes
     how a MODEL is read and checked       read_weights, read_checkpoint, check_network
     which text it reads                   read_text, training_batch, validation_bpb
-    a new command                         main, add_command
-    a new setting                         Settings, OUR_SETTINGS, READ_SETTINGS
+    a new command, a new option           make_parser, add_command
 """
 
 # /// script
@@ -48,16 +46,13 @@ import argparse
 import base64
 import collections
 import contextlib
-import difflib
 import functools
 import hashlib
-import inspect
 import io
 import json
 import math
 import os
 import re
-import shlex
 import shutil
 import struct
 import subprocess
@@ -65,9 +60,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, NewType, get_args
 
 import numpy as np
 import sentencepiece
@@ -79,440 +73,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
-# === shared: bounds ===
-Paths = NewType("Paths", str)  # of a setting: a file, a folder or several; `~` is the home folder
 
-
-def bounded(default, low, high=math.inf):
-    """Return a setting with a lowest and a highest value; other numbers have a lowest of 0."""
-    return field(default=default, metadata={"bounds": (low, high)})
-
-
-# === end: bounds ===
-
-
-# ---------------------------------------------------------------------------------------------------------- settings
-@dataclass(frozen=True)
-class Settings:
-    """Every setting is an environment variable: its name in capitals."""
-
-    tokenizer_path: Paths = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
-    data_path: Paths = ""  # folder of shards and manifest.json, or a mixture a:0.7,b:0.3
-    # (train_gpt.py reads mixtures; here DATA_PATH must be one folder)
-    seed: int = bounded(1337, 0, 2**31 - 1)  # decides every random draw
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
-    # code 2**(bits-1) - 1 stands for 8 root mean squares; 6 bits take some 4 a weight when coded
-    matrix_bits: int = bounded(6, 2, 8)
-    # weights of a matrix that share a scale of a delta; -1: a row, 0: the matrix
-    delta_group: int = bounded(128, -1, 1 << 20)
-    delta_scale_bits: Literal["16", "32"] = "32"  # of a scale of bitdelta
-    delta_bits: int = bounded(4, 1, 8)  # of a code of deltaquant
-    # what has a scale of its own in deltaquant; group: DELTA_GROUP weights
-    delta_step: Literal["tensor", "row", "group"] = "row"
-    distill_steps: int = 100  # of bitdelta's scales against the tuned model's logits; 0: none
-    distill_lr: float = 0.1  # AdamW, on scales in units of their matrix's mean, to 0 by a cosine
-
-    def __post_init__(self):
-        check_settings(self)
-
-
-# === shared: settings ===
 class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
-
-
-# Names that nanoGPT, modded-nanogpt, Parameter Golf, TRL and older versions of these scripts use.
-# In the environment they are errors, not ignored in silence. A text is the setting, here or in
-# another script, that does the same job. A number is the value of a constant: the name is accepted
-# with this value, so that pasted commands run.
-OTHER_NAMES = {
-    "ADAM_EPS": 1e-8,
-    "ADAM_WD": 0.0,
-    "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
-    "BETA": "KL_BETA",
-    "BETA1": 0.9,
-    "BETA2": 0.99,
-    "BIGRAM_DIM": 64,
-    "BLOCK_SIZE": "TRAIN_SEQ_LEN",
-    "CASEOPS_ENABLED": 0,
-    "DATASET": "DATA_PATH",
-    "DROPOUT": 0.0,
-    "EMA_DECAY": "EMA",
-    "EMA_ENABLED": "EMA",
-    "EMBED_BITS": 8,
-    "EMBED_LR": "TIED_EMBED_LR",
-    "ENTROPY_COEFF": "ENTROPY_BETA",
-    "ENT_COEF": "ENTROPY_BETA",
-    "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "GATED_ATTN_ENABLED": 0,
-    "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
-    "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
-    "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
-    "GRAD_CLIP": "GRAD_CLIP_NORM",
-    "HOLDOUT_TOKENS": 131072,
-    "LATE_QAT": "QAT",
-    "LATE_QAT_THRESHOLD": "QAT",
-    "LEARNING_RATE": "MATRIX_LR",
-    "LN_SCALE": 0,
-    "LOGIT_SOFTCAP": 30.0,
-    "LOG_SECONDS": 10.0,
-    "LORA_R": "LORA_RANK",
-    "LOSS_TYPE": "REDUCTION",
-    "LR": "LEARNING_RATE",
-    "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
-    "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
-    "MAX_ITERS": "ITERATIONS",
-    "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "MAX_STEPS": "ITERATIONS",
-    "MIN_LR": "LR_FLOOR",
-    "MODEL_NAME_OR_PATH": "INIT_FROM",
-    "MTP_NUM_HEADS": 0,
-    "MUON_BACKEND_STEPS": 5,
-    "MUON_MOMENTUM": 0.95,
-    "MUON_MOMENTUM_WARMUP_START": 0.85,
-    "MUON_MOMENTUM_WARMUP_STEPS": "MUON_WARMUP_FRAC",
-    "MUON_WARMUP_FRAC": 0.05,
-    "MUON_WEIGHT_DECAY": "MUON_WD",
-    "NUM_GENERATIONS": "GROUP_SIZE",
-    "NUM_LOOPS": 0,
-    "N_EMBD": "MODEL_DIM",
-    "N_HEAD": "NUM_HEADS",
-    "N_LAYER": "NUM_LAYERS",
-    "OUTPUT_DIR": "OUT_DIR",
-    "PARALLEL_START_LAYER": 0,
-    "PHASED_TTT_ENABLED": 0,
-    "QAT_ENABLED": "QAT",
-    "QK_NORM": "QK_GAIN_INIT",
-    "RECUR_LAYERS": 0,
-    "RECUR_START_STEP": 0,
-    "ROPE_BASE": 10000.0,
-    "SEQ_LEN": "TRAIN_SEQ_LEN",
-    "SMEAR_GATE_ENABLED": 0,
-    "SPARSE_ATTN_GATE_ENABLED": 0,
-    "SWA_ENABLED": "SWA",
-    "SWA_EVERY": "SWA",
-    "TIED_EMBED_INIT_STD": 0.005,
-    "TTT_CHUNK_SIZE": 64,
-    "TTT_ENABLED": "TTT_LORA_RANK",
-    "TTT_EPOCHS": 1,
-    "TTT_LORA_LR": 0.004,
-    "TTT_LR": "TTT_LORA_LR",
-    "VE_ENABLED": 0,
-    "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
-    "WARMUP_ITERS": "WARMUP_FRAC",
-    "WARMUP_STEPS": 2,
-    "WEIGHT_DECAY": "MUON_WD",
-    "XSA_LAST_N": 0,
-}
-
-# Names of other projects for what changes no result, so that pasted commands run: how often a line is
-# logged (LOG_SECONDS), and the tokens of a batch of validation.
-HARMLESS_NAMES = ("LOG_INTERVAL", "TRAIN_LOG_EVERY", "VAL_BATCH_SIZE")
-
-# The settings of all scripts: one that is meant for another script is an error there. Those of this
-# script are known without it.
-OUR_SETTINGS = {
-    "ACTIVATION_CHECKPOINTING",
-    "ARCH_MODE",
-    "ARTIFACT",
-    "ARTIFACT_BYTES_MAX",
-    "ATTN_WINDOW",
-    "BETA",
-    "BIGRAM_VOCAB_SIZE",
-    "CENTERING",
-    "COMPILE",
-    "CONFIG",
-    "CREDIT",
-    "DATA_PATH",
-    "DELTA_BITS",
-    "DELTA_GROUP",
-    "DELTA_SCALE_BITS",
-    "DELTA_STEP",
-    "DEVICE",
-    "DISCOUNT",
-    "DISTILL_LR",
-    "DISTILL_STEPS",
-    "DTYPE",
-    "EMA",
-    "ENTROPY_BETA",
-    "ENVIRONMENT",
-    "EPOCHS",
-    "EVAL_PROMPTS",
-    "EVAL_SAMPLES",
-    "EVAL_STATEFUL",
-    "EVAL_STRIDE",
-    "GAE_LAMBDA",
-    "GDN_LIGHT",
-    "GRAD_CLIP_NORM",
-    "GROUP_SIZE",
-    "HEAD_LR",
-    "HELD_OUT",
-    "IMPORTANCE",
-    "INIT_FROM",
-    "ITERATIONS",
-    "KD_ALPHA",
-    "KD_BETA",
-    "KD_LOSS",
-    "KD_TEMPERATURE",
-    "KD_TOP_K",
-    "KERNELS",
-    "KL_BETA",
-    "KL_SHAPING",
-    "KL_TARGET",
-    "LABEL_SMOOTHING",
-    "LAYER_PATTERN",
-    "LAYOUT",
-    "LEARNING_RATE",
-    "LEFT_CLIP_RANGE",
-    "LORA_ALPHA",
-    "LORA_RANK",
-    "LOSS",
-    "LR_FLOOR",
-    "LR_SCHEDULE",
-    "MARGIN",
-    "MARK",
-    "MATRIX_BITS",
-    "MATRIX_LR",
-    "MAX_NEW_TOKENS",
-    "MAX_TURNS",
-    "MAX_WALLCLOCK_SECONDS",
-    "MEMORY_SNAPSHOT",
-    "MICRO_BATCH_TOKENS",
-    "MINI_BATCHES",
-    "MLP",
-    "MLP_MULT",
-    "MODE",
-    "MODEL_DIM",
-    "MUON_WD",
-    "NORM",
-    "NUM_HEADS",
-    "NUM_KV_HEADS",
-    "NUM_LAYERS",
-    "NUM_SAMPLES",
-    "OBJECTIVE",
-    "OPTIMIZER",
-    "OUT_DIR",
-    "PAIRS_PER_STEP",
-    "POSITIONS",
-    "PROMPT",
-    "PROMPTS_PER_STEP",
-    "QAT",
-    "QK_GAIN_INIT",
-    "RATIO_LIMIT",
-    "REDUCTION",
-    "REPLAY",
-    "RESAMPLE_ROUNDS",
-    "RESERVE_SECONDS",
-    "RESUME",
-    "REWARD",
-    "REWARD_MODEL",
-    "REWARD_SECONDS",
-    "RIGHT_CLIP_RANGE",
-    "ROPE_DIMS",
-    "RUN_ID",
-    "SAMPLES_EVERY",
-    "SAVE_EVERY",
-    "SCALAR_LR",
-    "SCALE_REWARDS",
-    "SCORE",
-    "SCORE_FILE",
-    "SCORE_JUDGE",
-    "SCORE_MODEL",
-    "SCORE_PATH",
-    "SEED",
-    "SHARD",
-    "STATEFUL",
-    "SWA",
-    "SYSTEM",
-    "TARGET_VAL_LOSS",
-    "TEACHER",
-    "TEMPERATURE",
-    "TIED_EMBED_LR",
-    "TIE_EMBEDDINGS",
-    "TOKENIZER_PATH",
-    "TOKEN_NOISE",
-    "TOOLS",
-    "TOP_K",
-    "TOP_P",
-    "TRACKER",
-    "TRAIN_BATCH_TOKENS",
-    "TRAIN_FILES",
-    "TRAIN_ON",
-    "TRAIN_SEQ_LEN",
-    "TTT_LORA_RANK",
-    "VAL_FILES",
-    "VAL_LOSS_EVERY",
-    "VOCAB_SIZE",
-    "WARMDOWN_FRAC",
-    "WARMDOWN_ITERS",
-    "WARMUP_FRAC",
-    "WEIGHT_DECAY",
-}
-
-
-def setting_text(value):
-    """Return the value of a setting as the environment has it."""
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def parse_setting(setting, text):
-    """Return the value of a setting that is written as text. Raises UserError: what is allowed."""
-    kind = setting.type
-    value = text
-    if kind is str:
-        return text
-    if kind is Paths:
-        # A shell replaces `~` in OUT_DIR=~/x, but not in a config, in quotes or in --out_dir=~/x.
-        return ",".join(map(os.path.expanduser, text.split(",")))
-    if kind in (int, float):
-        low, high = setting.metadata.get("bounds", (0, math.inf))
-        allowed = f"a {'whole ' * (kind is int)}number from {low} to {high}"
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if low <= value <= high and value < math.inf:  # a NaN is in no range
-                return value
-    else:
-        choices = {setting_text(choice): choice for choice in get_args(kind) or (False, True)}
-        allowed = f"one of {', '.join(choices)}"
-        if text in choices:
-            return choices[text]
-    raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
-
-
-def check_settings(settings):
-    """Check all fields of a settings dataclass, which a program may have built. Raises UserError."""
-    for setting in fields(settings):
-        value = getattr(settings, setting.name)
-        kind = type(parse_setting(setting, setting_text(value)))
-        # An int may stand for a float, but no number for a bool and no bool for a number.
-        if type(value) is not kind and (type(value), kind) != (int, float):
-            raise UserError(f"{setting.name.upper()}={value!r}: must be of type {kind.__name__}")
-
-
-def check_name(name, text, names):
-    """Raise UserError for a name that is no setting, with the one that was probably meant.
-
-    A name for a constant is accepted with the constant's value, and a harmless one with any.
-    """
-    if name in HARMLESS_NAMES:
-        print(f"note: {name}={text!r} is not used: it changes no result", file=sys.stderr)
-        return
-    meant = name
-    while meant not in names and isinstance(OTHER_NAMES.get(meant), str):
-        meant = OTHER_NAMES[meant]
-    message = f"{name}={text!r}: no setting of this script"
-    close_names = difflib.get_close_matches(meant, names, 1)
-    if meant not in names and meant in OTHER_NAMES:
-        with contextlib.suppress(ValueError):
-            if float(text) == OTHER_NAMES[meant]:
-                return
-        message += f", in which {meant} is always {OTHER_NAMES[meant]}"
-    elif close_names:
-        message += f"; did you mean {close_names[0]}?"
-    raise UserError(
-        f"{message} (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
-    )
-
-
-def read_environment(environ, names):
-    """Return the environment variables that are settings, and those that look meant as settings but
-    are none here: near misses, names in the tables above, numbers that this script has as constants.
-    """
-    numbers = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {*names, *OTHER_NAMES, *HARMLESS_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
-    ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
-    return {
-        name: environ[name]
-        for name in sorted(environ.keys() - ignored)
-        if name in known or difflib.get_close_matches(name, names, 1, 0.85)
-    }
-
-
-def read_value(text):
-    """Return the value behind NAME= in a config file, as a shell reads it, except that a value
-    without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
-    """
-    if text.strip()[:1] not in ("'", '"'):
-        return re.split(r"\s#", text)[0].strip()  # it's and a#b are text
-    words = shlex.split(text, comments=True)
-    if len(words) > 1:
-        raise ValueError("has text behind the closing quotation")
-    return words[0]
-
-
-def read_config(path):
-    """Return the lines NAME=value of a config file. Raises UserError, which names file and line."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # Windows writes a mark
-    except (OSError, ValueError) as error:
-        raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
-    given = {}
-    for number, line in enumerate(lines, 1):
-        if line.strip()[:1] in ("", "#"):
-            continue
-        match = re.fullmatch(r"(?:export\s+)?([^#=\s]+)\s*=(.*)", line.strip())
-        try:
-            if match is None or match[1] in {**given, "CONFIG": path}:
-                raise ValueError("must be NAME=value, each name once, and not CONFIG")
-            given[match[1]] = read_value(match[2])
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {line!r}: {error}") from None
-    return given
-
-
-def read_arguments(arguments):
-    """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
-    given = {}
-    for argument in arguments:
-        name, equals, text = argument.removeprefix("--").partition("=")
-        if not equals and argument.endswith(".env"):
-            name = "CONFIG"
-            text = argument
-        elif not equals:
-            raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
-        if name.upper() in given:
-            raise UserError(f"{argument!r}: the command line has {name.upper()} twice")
-        given[name.upper()] = text
-    return given
-
-
-def load_settings(cls, environ, arguments=(), presets=(), stored=None):
-    """Return the settings of dataclass `cls`: defaults < presets < stored < CONFIG file <
-    environment < arguments.
-
-    presets: NAME of a setting -> choice -> values of other settings. One that is chosen above the
-    CONFIG file replaces the file's values, too. stored: function of the given values (NAME ->
-    value) that returns those of a run or a network that they name.
-    Raises UserError: a wrong value, or a name that is no setting (see check_name).
-    """
-    if not {"--help", "-h"}.isdisjoint(arguments):
-        print(inspect.getmodule(cls).__doc__)
-        print(inspect.getsource(cls))
-        sys.exit()
-    settings = {setting.name.upper(): setting for setting in fields(cls)}
-    above = {**read_environment(environ, settings), **read_arguments(arguments)}
-    path = os.path.expanduser(above.get("CONFIG", ""))
-    config = read_config(path) if path else {}
-    for name in above.keys() & presets:
-        for replaced in presets[name].get(above[name], {}):
-            config.pop(replaced.upper(), None)
-    given = {}
-    for name, text in {**config, **above}.items():
-        if name in settings:
-            given[name] = parse_setting(settings[name], text)
-        elif name != "CONFIG":  # a script without this setting reads the file, too
-            check_name(name, text, settings)
-    values = {}
-    for name in given.keys() & presets:
-        values.update(presets[name].get(given[name], {}))
-    if stored:
-        values.update(stored(given))
-    values.update({name.lower(): value for name, value in given.items()})
-    # A preset of ARCH_MODE has more fields of the network's shape than there are settings.
-    return cls(**{name: values[name] for name in values.keys() & cls.__dataclass_fields__})
-
-
-# === end: settings ===
 
 
 # === shared: streams ===
@@ -522,11 +85,9 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
 
 
 def drop_stream(stream):
@@ -564,14 +125,7 @@ def choose_device(choice, local_rank=0):
 
     choice: of the setting DEVICE. local_rank: number of the process on its machine.
     """
-    use_cuda = choice != "cpu" and torch.cuda.is_available()
-    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    device = torch.device("cpu")
-    if use_cuda:
+    if choice != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         if local_rank >= gpus:
             raise UserError(
@@ -580,6 +134,13 @@ def choose_device(choice, local_rank=0):
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    else:
+        device = torch.device("cpu")
     set_up_device(device)
     return device
 
@@ -655,18 +216,18 @@ def exit_code(main):
     except KeyboardInterrupt:
         report_error("stopped by SIGINT: nothing was saved")
         return 130  # 128 and SIGINT
-    except (UserError, FloatingPointError, OSError) as error:
+    except UserError as error:
         report_in_a_line(error, rank)
-        return 2 if isinstance(error, UserError) else 1
+        return 2
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
             report_in_a_line(error, rank)
-            return 1
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        elif isinstance(error, dist.DistError) or "gloo" in str(error):
+            report_error(f"error: rank {rank} lost another rank; RESUME continues")
+            os._exit(1)  # an ordinary exit would wait for the lost rank
+        else:
             report_error(traceback.format_exc())
-            return 1
-        report_error(f"error: rank {rank} lost another rank; RESUME continues")
-        os._exit(1)  # an ordinary exit would wait for the lost rank
+        return 1
 
 
 # === end: errors ===
@@ -702,13 +263,11 @@ def checkpoint_fault(folder):
     try:
         listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
         for name in sorted(names):
-            line = f"{sha256_file(folder / name)}  {name}\n"
-            if line not in listed:
+            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
                 return f"{name} was changed, or SHA256SUMS does not name it"
-            listed.remove(line)
     except (OSError, ValueError) as error:
         return str(error)
-    return f"SHA256SUMS has the line {listed[0]!r:.90}, unexpected or repeated" if listed else ""
+    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
 
 
 def newest_checkpoint(folder):
@@ -718,10 +277,10 @@ def newest_checkpoint(folder):
     """
     candidates = list_checkpoints(folder)
     if not candidates and not (folder / "model.pt").exists():
-        return None, [
-            f"{folder} has none: a run that ended before its first checkpoint saved nothing; it may be "
-            "deleted and started anew"
-        ]
+        fault = "has no checkpoint and no model"
+        if (folder / "log.txt").is_file():
+            fault = "ended before its first checkpoint; it may be deleted and started anew"
+        return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
         fault = checkpoint_fault(candidate)
@@ -781,12 +340,12 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
+    facts: dict  # of ENCODINGS, or of the file of an imported model (see convert.py)
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
-    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
     encode_marked: Callable = None
     roles: dict = None
-    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -804,40 +363,43 @@ def read_tokenizer(path, facts):
     path = Path(path)
     if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
     try:
         content = path.read_bytes()
         if path.suffix == ".tiktoken":
             return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer("tokenizer.model", content, content)
-    except (OSError, LookupError, ValueError, RuntimeError) as error:
+        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of the data, or bytes"
+            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
+            "o200k_base), or bytes"
         ) from error
 
 
 def rank_tokenizer(file, content, facts):
     """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
 
-    The file of an imported model is JSON: such lines as `ranks`, or a SentencePiece model as
-    `sentencepiece`, and facts.
+    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
+    `ranks`, or a SentencePiece model is `sentencepiece`.
     """
     ranks = content
     if content.startswith(b"{"):
         facts = json.loads(content)
         if "sentencepiece" in facts:
             proto = base64.b64decode(facts["sentencepiece"])
-            return sentencepiece_tokenizer(file, content, proto)
+            return sentencepiece_tokenizer(file, content, proto, facts)
         ranks = facts["ranks"]
+    if not facts:
+        raise ValueError("another name than those of published encodings")
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
     for line in ranks.splitlines():
         piece, rank = line.split()
         pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces)
+    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
 
 
-def sentencepiece_tokenizer(file, content, proto):
+def sentencepiece_tokenizer(file, content, proto, facts):
     """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
     model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     if model.bos_id() < 0:
@@ -854,7 +416,7 @@ def sentencepiece_tokenizer(file, content, proto):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, drops_space, proto)
+    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
 
 
 # === end: tokenizer ===
@@ -911,12 +473,12 @@ def load_manifest(data_path):
                 "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
             )
         for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
-            if Path(file["file"]).name != file["file"] or not file["file"].isprintable():
+            if "/" in file["file"] or not file["file"].isprintable():
                 raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(
-            f"{path}: {error}; DATA_PATH must be a folder that data/prepare.py TEXTS --out FOLDER "
-            "made, or one of shards, for which data/download.py --manifest writes it"
+            f"{path}: {error}; the folder of data (DATA_PATH) must be one that data/prepare.py TEXTS "
+            "--out FOLDER made, or one of shards, for which data/download.py --manifest writes it"
         ) from None
     return manifest
 
@@ -965,16 +527,17 @@ def check_dataset(data_path, manifest):
 
     Raises UserError unless the shards are the manifest's.
     """
-    where = Path(data_path) / "manifest.json"
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: validation documents are also in training")
+        raise UserError(f"{data_path}/manifest.json: validation documents are also in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
-        paths = [where.with_name(shard["file"]) for shard in shards]
+        paths = [Path(data_path, shard["file"]) for shard in shards]
         stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
         if len(stream) != manifest[split]["tokens"] or not shards:
-            raise UserError(f"{where}: has another number of tokens than the shards of {split}")
+            raise UserError(
+                f"{data_path}/manifest.json: has another number of tokens than the shards of {split}"
+            )
         if split == "val":  # training shards may be many gigabytes
             for path, shard in zip(paths, shards, strict=True):
                 if sha256_file(path) != shard["sha256"]:
@@ -1004,7 +567,7 @@ class GPTConfig:
 
     vocab_size: int
     bos_id: int  # the first token of a document; nothing sees what comes before it
-    layers: str  # one word per layer: g, s or a, see GPT
+    layers: str  # one word per layer: g, s or a, see make_mixer and GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
     context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
@@ -1080,20 +643,13 @@ def rms_norm(x, eps=0.0):
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
-def register(name, form, shapes, backward=None, keep=None):
-    """Return a form as an operator, which torch.compile calls and does not trace.
+def l2_norm(x):
+    """Return x over its length in the last dimension, at least in float32.
 
-    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    A key longer than 1 lets GDN's state grow. Without the epsilon a key of zeros would get
+    gradients of 1e12.
     """
-    if not hasattr(torch.ops.underpar, name):
-        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
-        registered.register_fake(shapes)
-        if backward:
-            registered.register_autograd(backward, setup_context=keep)
-    return getattr(torch.ops.underpar, name).default
+    return x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6)
 
 
 # Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
@@ -1115,11 +671,10 @@ class Norm(nn.Module):
 
     def forward(self, x):
         """Return x (..., dim) normed, in its own dtype."""
-        if self.weight is None:
-            return rms_norm(x, self.eps)
-        if self.bias is None:
-            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
-        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        if self.bias is not None:
+            return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        scale = None if self.weight is None else self.weight + self.offset
+        return scaled(rms_norm(x, self.eps), scale)
 
 
 def split_chunks(x, chunk):
@@ -1137,13 +692,12 @@ def refuse_second_derivative(grad):
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
 
-def unit_inverse(a):
-    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+def unit_inverse(a, eye):
+    """Return the inverse of lower triangular matrices a (..., C, C) with ones on the diagonal.
 
     Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
-    are correlated.
+    are correlated. eye (C, C) is the unit matrix.
     """
-    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
     with torch.no_grad():
         inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
     # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
@@ -1202,13 +756,13 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
     below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
     kb = beta * k
-    inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
-    p = ((q @ k.mT) * (below + eye)).to(dtype)
+    inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
+    p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
     w = inverse @ (kb * grow).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
     eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+    factors = grow[..., -1:, :] * eye - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
@@ -1217,20 +771,24 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     return o[:, :t], states[-1].view_as(state)
 
 
-def short_conv(x, weight, doc):
+def shifted(x, back):
+    """Return what x (B, CONV_TAPS-1 + T, ...) has `back` places before each of its last T tokens."""
+    return x[:, CONV_TAPS - 1 - back : x.size(1) - back]
+
+
+def short_conv(x, weight, doc, heads):
     """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
-    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
+    x (B, CONV_TAPS-1 + T, C), weight (CONV_TAPS, C), doc (B, CONV_TAPS-1 + T); the result is
+    (B, T, heads, C / heads). Shifted sums beat F.conv1d(groups=C) on a CPU, and a tap that would
+    reach into another document can be zero.
     """
-    reach = len(weight) - 1
     weight = weight.to(x.dtype)
-    y = x[:, reach:] * weight[reach]
-    for tap in reversed(range(reach)):
-        before = slice(tap, tap - reach)  # the tokens that this tap reads
-        same_doc = doc[:, before] == doc[:, reach:]
-        y = y + x[:, before] * weight[tap] * same_doc[..., None]
-    return F.silu(y)
+    y = shifted(x, 0) * weight[-1]
+    for back in range(1, CONV_TAPS):
+        same_doc = shifted(doc, back) == shifted(doc, 0)
+        y = y + shifted(x, back) * weight[-1 - back] * same_doc[..., None]
+    return F.silu(y).unflatten(-1, (heads, -1))
 
 
 class GatedDeltaNet(nn.Module):
@@ -1264,30 +822,42 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
-        T = x.size(1)
         qkvg = context.project(x, self.w_qkvg)
         # Split once, so that the gradients are written once; and three convolutions, so that the
         # compiler joins each with the norm that reads it.
         q, k, v, *gate = qkvg.split(self.splits, dim=-1)
-        taps = self.conv.split(self.splits[:3], dim=1)
-        q, k, v = map(short_conv, (q, k, v), taps, 3 * [context.doc])
-        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
-        v = v.unflatten(-1, (self.heads, -1))
-        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
-        # zeros would get gradients of 1e12.
-        q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
+        q_taps, k_taps, v_taps = self.conv.split(self.splits[:3], dim=1)
+        q = l2_norm(short_conv(q, q_taps, context.doc, self.key_heads))  # (B, T, H, K)
+        k = l2_norm(short_conv(k, k_taps, context.doc, self.key_heads))
+        v = short_conv(v, v_taps, context.doc, self.heads)
         q = q.to(v.dtype) * q.size(-1) ** -0.5
         if self.key_heads < self.heads:
             q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        begins_document = context.doc[:, -T:] != context.doc[:, -T - 1 : -1]
+        begins_document = shifted(context.doc, 0) != shifted(context.doc, 1)
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
         o = context.recur(q, k.to(v.dtype), v, g, torch.sigmoid(b))
         o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if gate:
-            o = o * F.silu(gate[0][:, -T:])
+            o = o * F.silu(shifted(gate[0], 0))
         return linear(o, self.w_o)
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
 
 
 def rotary_factors(rates, scaling):
@@ -1389,7 +959,8 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             kind = config.norms.split()[-1]
-            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
+            self.q_norm = Norm(kind, width, config.norm_eps)
+            self.k_norm = Norm(kind, width, config.norm_eps)
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
@@ -1451,7 +1022,7 @@ class Context:
         """Return attention (B, H, T, D); shapes as in `attend`."""
         if self.borders is not None:
             return FAST["attention"](q, k, v, self.borders, window)
-        return attend(q, k, v, self.doc[:, CONV_TAPS - 1 :], window)
+        return attend(q, k, v, shifted(self.doc, 0), window)
 
 
 def init_wave(units):
@@ -1474,8 +1045,8 @@ def oscillate(x, wave):
 class MLP(nn.Module):
     """Two matrices around an activation.
 
-    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
-    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`.
+    Matrices of its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
     adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
@@ -1517,7 +1088,10 @@ class MLP(nn.Module):
         return linear(h, self.w_down)
 
     def voltage(self, h):
-        """Return the voltages (B, T, hidden) in (0, 1) of hidden units; above BIO_THRESHOLD is an event."""
+        """Return the voltages (B, T, hidden), in (0, 1), of hidden units.
+
+        A voltage above BIO_THRESHOLD is an event.
+        """
         return torch.sigmoid(linear(h, self.w_gate))
 
     def sparse_events(self, h):
@@ -1558,8 +1132,21 @@ class Block(nn.Module):
 def softcap(logits, cap):
     """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
     logits = widened(logits)
-    # tanh itself takes a CPU twice as long.
-    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+    if not cap:
+        return logits
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap  # tanh itself takes a CPU twice as long
+
+
+def make_mixer(config, word):
+    """Return what mixes the tokens in a layer, given the layer's word in GPTConfig.layers."""
+    kind = word[0].lower()
+    if kind == "g":
+        return GatedDeltaNet(config)
+    if kind == "s":
+        return Attention(config, config.attn_window)
+    if kind == "a":
+        return Attention(config, FULL_WINDOW)
+    raise ValueError(f"layers: {word!r} is no kind of layer")
 
 
 class GPT(nn.Module):
@@ -1577,8 +1164,9 @@ class GPT(nn.Module):
             raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        is_tied = config.tie_embeddings
-        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -1589,9 +1177,6 @@ class GPT(nn.Module):
             self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
-        for word in words:
-            if word[0].lower() not in "gsa":
-                raise ValueError(f"layers: {word!r} is no kind of layer")
         if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
@@ -1603,9 +1188,7 @@ class GPT(nn.Module):
             mixer_name = word if word[1:] else place
             block_name = word if word.isupper() else place
             if mixer_name not in mixers:
-                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
-                is_gdn = word[0] in "gG"
-                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+                mixers[mixer_name] = make_mixer(config, word)
             if block_name not in blocks:
                 blocks[block_name] = Block(config, norm)
             self.layers.append((blocks[block_name], mixers[mixer_name]))
@@ -1633,15 +1216,12 @@ class GPT(nn.Module):
         be a sparse tensor, which torch.compile cannot make. This is BigramHashEmbedding of Parameter
         Golf, with triples.
         """
-        recent = context.recent
-        doc = context.doc
-        reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
-        key = 36313 * recent[:, reach:]
+        key = 36313 * shifted(context.recent, 0)
         places = []
         for back, factor in ((1, 27191), (2, 51647)):
-            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            same_doc = shifted(context.doc, back) == shifted(context.doc, 0)
+            before = shifted(context.recent, back).where(same_doc, self.config.bos_id)
             key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
         places = torch.stack(places, -1)
@@ -1754,37 +1334,33 @@ def quantize(w, bits, clip_sigmas):
     return (w / scale[..., None]).round_().to(torch.int32), scale
 
 
-def quant_table(settings, widen=1.0):
+def quant_table(matrix_bits, widen=1.0):
     """Return the quantizers of a run: tensor class -> arguments of `quantize`.
 
-    widen: factor by which all steps are larger than the settings say, to meet a limit of bytes.
+    widen: factor by which all steps are larger than the bits say, to meet a limit of bytes.
     """
     return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS * widen},
+        "matrix": {"bits": matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS * widen},
         "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS * widen},
     }
 
 
-def quantize_groups(tensors, table):
-    """Yield names, codes (N, R, C), scales (N, 1) and bits of those tensors whose class the table
-    has; the N tensors of one shape together, because many small operations keep a GPU waiting.
+def quantize_all(tensors, table):
+    """Return name -> Coded, with the nearest codes, of those tensors whose class the table has.
+
+    Tensors of one shape are quantized together, because many small operations keep a GPU waiting.
     """
     groups = collections.defaultdict(list)
     for name, w in tensors.items():
         kind = tensor_class(name, w)
         if kind in table:
             groups[kind, w.flatten(1).shape].append(name)
+    coded = {}
     for (kind, _), names in groups.items():
         w = torch.stack([tensors[name].flatten(1) for name in names])
-        yield names, *quantize(w, **table[kind]), table[kind]["bits"]
-
-
-def quantize_all(tensors, table):
-    """Return name -> Coded, with the nearest codes, of those tensors whose class the table has."""
-    coded = {}
-    for names, codes, scales, bits in quantize_groups(tensors, table):
+        codes, scales = quantize(w, **table[kind])
         for name, *parts in zip(names, codes, scales, strict=True):
-            coded[name] = Coded(*parts, bits)
+            coded[name] = Coded(*parts, table[kind]["bits"])
     return {name: coded[name] for name in tensors if name in coded}
 
 
@@ -1873,11 +1449,8 @@ def dequantize(codes, scale):
     return codes.float() * scale[..., None]
 
 
-class RansCoder:
-    """Codes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place.
-
-    Range ANS is a stack: what is to be decoded first is encoded last.
-    """
+class RansDecoder:
+    """Decodes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place."""
 
     def __init__(self, states, tables):
         """tables uint16 (K, 256), made by rans_table. Raises ArtifactError if one is not whole."""
@@ -1885,31 +1458,15 @@ class RansCoder:
         self.states = states
         # The low 14 bits of a state are a slot. A symbol has as many slots as its frequency says.
         # Slots are numbered through all tables, and `first` is a symbol's first one.
-        self.frequency = tables.astype(np.uint32).reshape(-1)
-        self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
-        # Of each slot, `steps` has the frequency of its symbol in the upper 16 bits and the slot's
-        # place among those of the symbol in the lower: one look-up is 1.5 times as fast as two.
-        slots = np.arange(self.frequency.sum(), dtype=np.uint32)
-        places = slots - np.repeat(self.first, self.frequency)
-        self.steps = np.repeat(self.frequency << 16, self.frequency) | places
-        symbols = np.arange(len(self.frequency)).astype(np.uint8)
-        self.symbols = np.repeat(symbols, self.frequency)
-
-    def encode(self, pairs):
-        """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
-        frequency = self.frequency.take(pairs)
-        start = self.first.take(pairs) % RANS_TOTAL
-        lanes = len(self.states)
-        chunks = [np.empty(0, np.uint16)]
-        for begin in reversed(range(0, len(pairs), lanes)):
-            f = frequency[begin : begin + lanes]
-            x = self.states[: len(f)]  # a view; the last symbols may need only some of the lanes
-            full = x >= f << (32 - RANS_BITS)
-            chunks.append(x[full].astype(np.uint16))
-            x[full] >>= 16
-            # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
-            x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
-        return np.concatenate(chunks[::-1])
+        frequency = tables.astype(np.uint32).reshape(-1)
+        first = np.cumsum(frequency, dtype=np.uint32) - frequency
+        # `owners` has table << 8 | symbol of each slot. `steps` has the frequency of a slot's symbol
+        # in the upper 16 bits and the slot's place among those of the symbol in the lower: one
+        # look-up is 1.5 times as fast as two.
+        owners = np.repeat(np.arange(len(frequency)), frequency)
+        places = np.arange(len(owners), dtype=np.uint32) - first[owners]
+        self.steps = frequency[owners] << 16 | places
+        self.symbols = owners.astype(np.uint8)
 
     def decode(self, tables, words):
         """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
@@ -1950,7 +1507,10 @@ def unzip(frame, limit, source):
 
 def read_artifact_header(data):
     """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    require(
+        data.startswith(ARTIFACT_MAGIC),
+        "is no underpar artifact; a model is a run, a checkpoint or an artifact",
+    )
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version in READABLE_VERSIONS, f"version {version}, this code reads 9 and 10")
     is_whole = hashlib.sha256(memoryview(data)[:-32]).digest() == data[-32:]
@@ -1989,9 +1549,9 @@ def decode_artifact(data):
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
-    dtypes = [array.dtype for array in (states, tables, sizes)]
+    dtypes = [states.dtype, tables.dtype, sizes.dtype]
     require(dtypes == ["<u4", "<u2", "|u1"], "the coder's streams are not u32, u16 and u8")
-    coder = RansCoder(states, tables.reshape(97, 256))
+    decoder = RansDecoder(states, tables.reshape(97, 256))
     codes_in_words = 0
     tensors = {}
     coded = {}
@@ -2006,7 +1566,7 @@ def decode_artifact(data):
             ends = [height, height + math.prod(width)]
             rows, columns, sizes = np.split(sizes, ends)
             contexts = np.add.outer(rows, columns).reshape(-1)
-            array = coder.decode(contexts, array).view(np.int8)
+            array = decoder.decode(contexts, array).view(np.int8)
         values = torch.from_numpy(array).view(shape)
         if array.dtype == np.int8:
             scale = torch.tensor([record["scale"]], dtype=torch.float16)
@@ -2058,6 +1618,27 @@ def rans_table(counts):
     return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
 
 
+def rans_encode(pairs, states, tables):
+    """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol.
+
+    tables uint16 (K, 256), made by rans_table; `states` uint32 (lanes,) move on in place. Range ANS
+    is a stack: what is to be decoded first is encoded last.
+    """
+    frequency = tables.astype(np.uint32).take(pairs)
+    start = (tables.cumsum(1, dtype=np.uint32) - tables).take(pairs)
+    lanes = len(states)
+    chunks = [np.empty(0, np.uint16)]
+    for begin in reversed(range(0, len(pairs), lanes)):
+        f = frequency[begin : begin + lanes]
+        x = states[: len(f)]  # a view; the last symbols may need only some of the lanes
+        full = x >= f << (32 - RANS_BITS)
+        chunks.append(x[full].astype(np.uint16))
+        x[full] >>= 16
+        # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
+        x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
+    return np.concatenate(chunks[::-1])
+
+
 def size_numbers(mean_squares):
     """Return sizes uint8, from 0 to 48, of mean squares: quarter octaves of their roots."""
     octaves = mean_squares.clamp(2**-8, 2**16).log2()
@@ -2086,8 +1667,8 @@ def entropy_bytes(counts):
     return (counts * (totals / counts.clamp(min=1)).log2()).sum().item() / 8
 
 
-def model_codes(codes):
-    """Return what precedes coding of codes (name -> int32 (R, C)): arrays, pairs, counts.
+def model_codes(coded):
+    """Return what precedes coding of `coded`, name -> Coded: arrays, pairs, counts.
 
     arrays: what is stored, by name: first the coder's own, then the symbols of each tensor. pairs
     (name -> int16) and counts (97, 256) are those of count_symbols, of the tensors whose symbols
@@ -2098,16 +1679,16 @@ def model_codes(codes):
     sizes = [torch.empty(0, dtype=torch.uint8)]
     escapes = [torch.empty(0, dtype=torch.int32)]
     counts = torch.zeros(97, 256, dtype=torch.int64)
-    for name, tensor in codes.items():
-        part, pairs[name], ends, count = count_symbols(tensor)
-        symbols[name] = part.cpu().numpy()
-        escapes.append(tensor[part == ESCAPE].cpu())
-        if tensor_class(name, tensor) == "embedding":
+    for name, part in coded.items():
+        codes, tensor_pairs, ends, count = count_symbols(part.codes)
+        symbols[name] = codes.cpu().numpy()
+        escapes.append(part.codes[codes == ESCAPE].cpu())
+        if tensor_class(name, codes) == "embedding":
             # Rows of tokens that rarely occur are alike, and zstd finds them: without it artifacts
             # of the records take up to 2.7% more bytes (docs/lab/2026-11.md, 2026-11-27).
             if len(ARTIFACT_ZSTD.compress(symbols[name].tobytes())) <= entropy_bytes(count):
-                del pairs[name]
                 continue
+        pairs[name] = tensor_pairs
         sizes.append(ends.cpu())
         counts += count.cpu()
     # Lanes move side by side, so many are fast; each of them costs 2 bytes.
@@ -2127,10 +1708,10 @@ def pack_artifact(tensors, coded, **header):
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
     """
-    arrays, pairs, _ = model_codes({name: part.codes for name, part in coded.items()})
-    coder = RansCoder(arrays["lane_states"], arrays["tables"])
+    arrays, pairs, _ = model_codes(coded)
     for name in reversed(pairs):  # what is to be decoded first is encoded last
-        arrays[name] = coder.encode(pairs[name].cpu().numpy())
+        codes = pairs[name].cpu().numpy()
+        arrays[name] = rans_encode(codes, arrays["lane_states"], arrays["tables"])
     for name, tensor in tensors.items():
         if name not in coded:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
@@ -2140,7 +1721,7 @@ def pack_artifact(tensors, coded, **header):
     records = {}
     for name, array in arrays.items():
         payload = ARTIFACT_ZSTD.compress(array.tobytes())
-        shape = tensors[name].shape if name in tensors else array.shape
+        shape = tensors.get(name, array).shape
         record = {"shape": shape, "dtype": array.dtype.str, "length": len(payload)}
         if name in coded:
             record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
@@ -2332,7 +1913,7 @@ def pack_delta(base, tuned, header, scales):
     most = largest_code(bits)
     for place in reversed(coded):  # the states run on from tensor to tensor
         table = rans_table(np.bincount(coded[place], minlength=256))
-        words = RansCoder(states, table[None]).encode(coded[place]).astype("<u2")
+        words = rans_encode(coded[place], states, table[None]).astype("<u2")
         frequencies = table[np.arange(-most, most + 1)].astype("<u2")
         parts[place] = frequencies.tobytes() + struct.pack("<I", len(words)) + words.tobytes()
     text = json.dumps(header, allow_nan=False).encode()
@@ -2358,7 +1939,7 @@ def read_codes(file, states, count, settings):
     table = np.zeros(256, np.uint16)
     table[np.arange(-most, most + 1)] = take(file, "<u2", 2 * most + 1)
     words = take(file, "<u2", take(file, "<u4", 1).item())
-    symbols = RansCoder(states, table[None]).decode(np.zeros(count, np.uint8), words)
+    symbols = RansDecoder(states, table[None]).decode(np.zeros(count, np.uint8), words)
     return torch.from_numpy(symbols.view(np.int8))
 
 
@@ -2437,93 +2018,86 @@ CHANGED_COPY = (
 MAX_LAYERS = 1024  # bounds the time that a forged file can take
 
 
-def stored_shape(meta):
-    """Return the shape of the network in a checkpoint, of its meta.json.
-
-    Older checkpoints have it among the identity of their run, whose other values are left out.
-    """
-    identity = meta.get("identity", {})
-    # In the order of the fields: an artifact's header has it, and the same input gives the same bytes.
-    names = [name for name in GPTConfig.__dataclass_fields__ if name in identity]
-    return meta.get("shape") or {name: identity[name] for name in names}
-
-
-def require_weights(tensors):
-    """Raise ArtifactError unless the content of a model.pt is name -> tensor of weights."""
-    require(isinstance(tensors, dict), "model.pt has no names of tensors")
-    for name, tensor in tensors.items():
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_nested
-        # PyTorch has few operations for floats of 8 bits.
-        is_weight = is_plain and tensor.is_floating_point() and tensor.element_size() > 1
-        require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
-
-
-def checked_config(shape, source):
+def checked_config(shape):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    Raises ArtifactError, which names the source, for a field that is unknown or has a wrong value.
+    Any error if a field is unknown or has a wrong value.
     """
-    kinds = {one.name: one.type for one in fields(GPTConfig)}
-    with one_line(source):
-        check_json(shape, {}, "its settings")
-    for name in shape:
+    kinds = {one.name: one.type for one in fields(GPTConfig)} | {"rope_scaling": [float]}
+    require(
+        shape,
+        "has no settings of its network; a version before 2026-11-27 wrote it: use the script in the "
+        "log of its run",
+    )
+    check_json(shape, dict, "its settings")
+    for name, value in shape.items():
         require(
             name in kinds,
-            f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
+            f"has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
         )
-    with one_line(source):
-        check_json(shape, {name: kinds[name] for name in shape}, "its settings")
-    for name, value in shape.items():
+        check_json(value, kinds[name], f"its settings.{name}")
         is_small = type(value) is not int or value < 1 << 31
-        require(is_small, f"{source} has {name}={value!r:.30}: must be below 2**31")
-    scaling = shape.get("rope_scaling") or []
-    are_numbers = all(type(one) in (int, float) for one in scaling)
-    is_right = len(scaling) in (0, 4) and are_numbers
-    require(is_right, f"{source} has rope_scaling={scaling!r:.80}: must be 4 numbers")
-    count = 1 + str(shape.get("layers")).count(" ")
-    require(count <= MAX_LAYERS, f"{source} has more than {MAX_LAYERS} layers")
-    with one_line(f"{source} lacks a field of its network's settings"):
-        return GPTConfig(**shape)
+        require(is_small, f"has {name}={value!r:.30}: must be below 2**31")
+    with one_line("lacks a field of its network's settings"):
+        config = GPTConfig(**shape)
+    scaling = config.rope_scaling
+    require(len(scaling) in (0, 4), f"has rope_scaling={scaling!r:.80}: must be 4 numbers")
+    require(
+        len(config.layers.split()) <= MAX_LAYERS, f"its network has more than {MAX_LAYERS} layers"
+    )
+    return config
 
 
-def empty_network(config, source):
+def empty_network(config):
     """Return a network without memory (device meta). ArtifactError if the config has no network."""
-    with one_line(f"{source} has settings that make no network"), torch.device("meta"):
+    with one_line("has settings that make no network"), torch.device("meta"):
         return GPT(config)
 
 
-def check_tensors(network, tensors, source):
+def check_weights(tensors):
+    """Raise any error unless these are name -> tensor of finite floats, which the file has in full."""
+    for name, tensor in tensors.items():
+        with one_line(f"tensor {name!r:.80}"):
+            # PyTorch has few operations for floats of 8 bits.
+            is_float = tensor.is_floating_point() and tensor.element_size() > 1
+            require(is_float, f"is no tensor of weights, but of {tensor.dtype}")
+            # An expanded tensor of a forged file has few bytes and any number of weights.
+            size = tensor.numel() * tensor.element_size()
+            require(size <= tensor.untyped_storage().nbytes(), "has fewer weights than its shape")
+            # A float64 may be beyond float32's range, in which the network is.
+            low_and_high = torch.stack(tensor.aminmax()).float()
+            require(
+                low_and_high.isfinite().all(),
+                "has NaN or infinite weights; take a model or a checkpoint from before they arose",
+            )
+
+
+def shape_of(tensors, name):
+    """Return the shape of a tensor, or "missing"."""
+    return list(tensors[name].shape) if name in tensors else "missing"
+
+
+def check_tensors(network, tensors):
     """Raise ArtifactError unless the tensors are those of the network by name and shape."""
     expected = network.state_dict()
-    for name in tensors:
+    for name in {**tensors, **expected}:
+        shape = shape_of(tensors, name)
+        wanted = shape_of(expected, name)
         require(
-            name in expected,
-            f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}",
-        )
-    for name, param in expected.items():
-        require(
-            name in tensors,
-            f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}",
-        )
-        shape = tuple(tensors[name].shape)
-        require(
-            shape == param.shape,
-            f"{source} has the tensor {name!r} of shape {shape}, which is {tuple(param.shape)} in "
-            f"this script; {CHANGED_COPY}",
+            shape == wanted,
+            f"the tensor {name!r:.80} is {shape}, and {wanted} in this script's network; "
+            f"{CHANGED_COPY}",
         )
 
 
-def check_finite(tensors, source):
-    """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
-    for name, tensor in tensors.items():
-        # A float64 may be beyond float32's range, in which the network is.
-        low_and_high = torch.stack(tensor.aminmax()).float()
-        require(
-            low_and_high.isfinite().all(),
-            f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
-            "checkpoint from before they arose",
-        )
+def fill_network(network, tensors):
+    """Give a network without memory these tensors as its weights, and return it. ArtifactError."""
+    check_tensors(network, tensors)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
+    return network
 
 
 # === end: rebuild ===
@@ -2552,10 +2126,8 @@ def read_json(path):
     """Return what a JSON file of an object has; {} if there is no such file. Raises UserError."""
     if not path.is_file():
         return {}
-    try:
+    with one_line(f"{path}: is no JSON"):
         value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is no JSON: {error!s:.200}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: must be a JSON object, and is {value!r:.50}")
     return value
@@ -2594,10 +2166,11 @@ def merge_adapters(tensors):
 def require_codes(coded, tensors):
     """Raise ArtifactError unless the codes are those of the weights beside them."""
     for name, part in coded.items():
-        is_coded = name in tensors and type(part.bits) is int
-        values = dequantize(part.codes, part.scale) if is_coded else None
-        is_equal = is_coded and torch.equal(values.view_as(tensors[name]), tensors[name])
-        require(is_equal, f"coded.pt has codes of other weights under {name!r:.80}")
+        is_right = name in tensors and type(part.bits) is int
+        if is_right:
+            values = dequantize(part.codes, part.scale).view_as(tensors[name])
+            is_right = torch.equal(values, tensors[name])
+        require(is_right, f"coded.pt has codes of other weights under {name!r:.80}")
 
 
 def trained_names(tensors, settings):
@@ -2620,13 +2193,13 @@ def read_checkpoint(folder, average):
     with one_line(f"{folder}: no checkpoint with {average} weights"):
         meta = json.loads((folder / "meta.json").read_bytes())
         tensors = load(folder / "model.pt")
-        require_weights(tensors)
+        check_weights(tensors)
         if "header" in meta:  # of `unpack` or `apply`
             check_header(meta["header"])
             coded = {name: Coded(*parts) for name, parts in load(folder / "coded.pt").items()}
             require_codes(coded, tensors)
             return Weights(folder, tensors, meta["shape"], meta["header"], coded)
-        shape = stored_shape(meta)
+        shape = meta.get("shape")
         training = {}
         if (folder / "training.pt").is_file():
             training = load(folder / "training.pt")
@@ -2635,7 +2208,7 @@ def read_checkpoint(folder, average):
                 require(collected > 0, "none had been collected when it was saved")
                 trained = trained_names(tensors, meta["settings"])
                 tensors |= dict(zip(trained, training[average]["values"], strict=True))
-                require_weights(tensors)
+                check_weights(tensors)
         else:  # the folder `final` of a run
             packed = chosen_weights(folder)
             require(average == packed, f"it has the {packed} weights, which were packed, alone")
@@ -2664,12 +2237,11 @@ def read_weights(path, average=""):
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
         sys.stderr.write("".join(f"{fault}\n" for fault in faults))
         weights = read_checkpoint(checkpoint, average or chosen_weights(folder))
-        check_network(weights)
-        return weights
-    if not folder.is_file():
+    elif folder.is_file():
+        header, tensors, coded = read_artifact(path)
+        weights = Weights(folder, tensors, header["settings"], header, coded)
+    else:
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
-    header, tensors, coded = read_artifact(path)
-    weights = Weights(folder, tensors, header["settings"], header, coded)
     check_network(weights)
     return weights
 
@@ -2690,14 +2262,14 @@ def network_tensors(weights):
 
 def check_network(weights):
     """Raise UserError if this script does not know the network, or if a weight is not finite."""
-    network = empty_network(checked_config(weights.shape, weights.path), weights.path)
-    check_tensors(network, network_tensors(weights), weights.path)
-    check_finite(weights.tensors, weights.path)
+    with one_line(weights.path):
+        fill_network(empty_network(checked_config(weights.shape)), network_tensors(weights))
+        check_weights(weights.tensors)
 
 
 def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
-    network = empty_network(GPTConfig(**source.shape), source.path)
+    network = empty_network(GPTConfig(**source.shape))
     with one_line(f"{source.path}: its settings rebuild no model"):
         network.load_state_dict(network_tensors(source), assign=True)
         with torch.no_grad():
@@ -2772,7 +2344,20 @@ def read_packed(path):
     return read_weights(str(folder / "model.upar") if folder.is_dir() else path)
 
 
-def copy_tokenizer(header, out, tokenizer_path, *models):
+def given_tokenizer():
+    """Return the tokenizer's file that the environment names, or ""."""
+    return os.path.expanduser(os.environ.get("TOKENIZER_PATH", ""))
+
+
+def given_device():
+    """Return the device that the environment names: auto, cpu or cuda. Raises UserError."""
+    choice = os.environ.get("DEVICE", "auto")
+    if choice not in ("auto", "cpu", "cuda"):
+        raise UserError(f"DEVICE={choice!r}: must be auto, cpu or cuda")
+    return choice
+
+
+def copy_tokenizer(header, out, *models):
     """Copy a tokenizer to beside `out`, where sample.py looks: TOKENIZER_PATH, or one beside a model.
 
     Raises UserError if another tokenizer of that name is there.
@@ -2792,7 +2377,7 @@ def copy_tokenizer(header, out, tokenizer_path, *models):
             f"OUT {str(out)!r}: its tokenizer must be beside it as {target}, but that file is of "
             "another model; choose another folder for OUT, a new one for example"
         )
-    for path in [Path(tokenizer_path), *(model.parent / name for model in models)]:
+    for path in [Path(given_tokenizer()), *(model.parent / name for model in models)]:
         if is_right(path):
             replace_file(target, path.read_bytes())
             print(f"{target}: the tokenizer that {out} needs beside it")
@@ -2804,8 +2389,8 @@ def copy_tokenizer(header, out, tokenizer_path, *models):
 
 def write_model(out, source, *models):
     """Write a MODEL as a folder: float32 weights, its codes if any, what rebuilds the network."""
-    header = read_header(source, "")
-    copy_tokenizer(header, out, load_defaults(source).tokenizer_path, *models)
+    header = read_header(source)
+    copy_tokenizer(header, out, *models)
     coded = {name: (part.codes, part.scale, part.bits) for name, part in source.coded.items()}
     files = {
         "model.pt": functools.partial(torch.save, source.tensors),
@@ -2816,46 +2401,45 @@ def write_model(out, source, *models):
     print(f"{out}: {len(source.tensors)} tensors")
 
 
-def read_header(source, tokenizer_path):
+def read_header(source):
     """Return tokenizer_sha256 and meta for a file; a checkpoint's tokenizer lies beside. UserError."""
     if source.header:
         return {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
     # Its shape has the facts that a rank file lacks.
     read = functools.partial(read_tokenizer, facts=source.shape)
-    tokenizer = find_tokenizer(source, tokenizer_path, read)
+    tokenizer = find_tokenizer(source, given_tokenizer(), read)
     meta = {"seed": source.run["seed"], "tokenizer": tokenizer.file}
     return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
 
 
-def load_defaults(source):
-    """Return the settings; quantizer and data are the checkpoint's unless given. UserError."""
-
-    def stored(given):
-        if source.coded and "MATRIX_BITS" in given:
-            raise UserError(
-                f"MATRIX_BITS: the weights of {source.path} are quantized already; give their "
-                "checkpoint"
-            )
-        names = ("matrix_bits", "data_path")
-        return {name: source.run[name] for name in names if name in source.run}
-
-    return load_settings(Settings, dict(os.environ), stored=stored)
+DEFAULT_BITS = 6  # of a model without a run
 
 
-def pack_model(source, settings, by_gptq=False):
-    """Return the artifact of a model: of its codes, or else of the nearest to its weights, or GPTQ's.
+def chosen_bits(source, bits):
+    """Return the bits of a code of a matrix: `bits`, or if it is None the model's own. UserError."""
+    if bits and source.coded:
+        raise UserError(
+            f"--bits: the weights of {source.path} are quantized already; give their checkpoint"
+        )
+    return bits or source.run.get("matrix_bits", DEFAULT_BITS)
 
-    With the bits of the run its steps are taken too, as they were widened when quantization-aware
-    training began. Raises UserError or ArtifactError.
+
+def pack_model(source, bits=None, data_path=None):
+    """Return the artifact of a model: of its codes, or else of the nearest codes to its weights.
+
+    bits: of a code of a matrix, if not the run's own. With the run's own, its quantization steps
+    are used too, as they were widened when quantization-aware training began. data_path: a folder
+    of shards, for whose text GPTQ chooses the codes. Raises UserError or ArtifactError.
     """
-    header = read_header(source, settings.tokenizer_path)
+    header = read_header(source)
     coded = source.coded
+    bits = chosen_bits(source, bits)
     if not coded:
-        is_as_trained = settings.matrix_bits == source.run.get("matrix_bits")
-        table = quant_table(settings, stored_widen(source) if is_as_trained else 1.0)
+        is_as_trained = bits == source.run.get("matrix_bits")
+        table = quant_table(bits, stored_widen(source) if is_as_trained else 1.0)
         coded = quantize_all(source.tensors, table)
-    if by_gptq:
-        improve_codes(coded, source, settings)
+    if data_path:
+        improve_codes(coded, source, data_path)
     with one_line(source.path):
         return pack_artifact(source.tensors, coded, settings=source.shape, **header)
 
@@ -2863,32 +2447,33 @@ def pack_model(source, settings, by_gptq=False):
 # GPTQ and distillation read batches of so many windows of text.
 BATCH_WINDOWS = 4
 MICRO_BATCH_TOKENS = 4096  # of which so many are in memory at a time, or one window
+SEED = 1337  # of the places of its windows
 
 
-def read_text(model, settings):
+def read_text(model, path):
     """Return the TokenStreams of training and validation for a model, and the bytes of the second.
 
-    Raises UserError if DATA_PATH has another tokenizer.
+    path: a folder of shards; None is that of the model's run. Raises UserError if it has another
+    tokenizer than the model.
     """
-    path = settings.data_path
+    path = path or model.run.get("data_path")
     if not path:
         raise UserError(
-            "DATA_PATH='': distillation and --score read shards; DISTILL_STEPS=0 is without "
-            "distillation"
+            f"--data: distillation and --score read shards, and {model.path} names none; "
+            "--distill-steps 0 is without distillation"
         )
     if ":" in path:
-        raise UserError(f"DATA_PATH={path!r}: is a mixture; must be one of its folders")
+        raise UserError(f"DATA {path!r}: is a mixture; must be one of its folders")
     manifest = load_manifest(path)
     train, val = check_dataset(path, manifest)
-    header = read_header(model, settings.tokenizer_path)
-    if manifest["tokenizer"]["sha256"] != header["tokenizer_sha256"]:
-        raise UserError(f"DATA_PATH={path!r}: has another tokenizer than {model.path}")
+    if manifest["tokenizer"]["sha256"] != read_header(model)["tokenizer_sha256"]:
+        raise UserError(f"DATA {path!r}: has another tokenizer than {model.path}")
     return train, val, counted_bytes(manifest["val"])
 
 
-def training_batch(train, seq_len, seed, step):
+def training_batch(train, seq_len, step):
     """Return the micro-batches, ids (B, seq_len), of a step: windows from random places."""
-    starts = np.random.default_rng([seed, step]).integers(len(train), size=BATCH_WINDOWS)
+    starts = np.random.default_rng([SEED, step]).integers(len(train), size=BATCH_WINDOWS)
     windows = np.stack([train.read(start, seq_len) for start in starts])
     return torch.from_numpy(windows).split(max(1, MICRO_BATCH_TOKENS // seq_len))
 
@@ -2961,19 +2546,19 @@ class InputSums(TorchFunctionMode):
 
 
 @torch.no_grad()
-def improve_codes(coded, source, settings):
-    """Replace the codes of what layers multiply by those of GPTQ, on text of DATA_PATH. UserError.
+def improve_codes(coded, source, data_path):
+    """Replace the codes of what layers multiply by those of GPTQ, on training text. UserError.
 
     Tables that are only looked up keep the nearest codes.
     """
-    train, *_ = read_text(source, settings)
-    device = choose_device(settings.device)
+    train, *_ = read_text(source, data_path)
+    device = choose_device(given_device())
     network = rebuild(source).to(device)
     network.dtype = torch.float32  # so that F.linear meets the weights themselves
     inputs = InputSums(network)
     seq_len = source.shape["train_seq_len"]
     for step in range(math.ceil(GPTQ_TOKENS / BATCH_WINDOWS / seq_len)):
-        for ids in training_batch(train, seq_len, settings.seed, step):
+        for ids in training_batch(train, seq_len, step):
             with inputs:
                 network(ids.to(device))
     for name, part in coded.items():
@@ -2991,17 +2576,16 @@ def as_kept(name, w):
     return torch.from_numpy(stored.astype("f4"))
 
 
-def distill(base, tuned, settings):
+def distill(base, tuned, args):
     """Return scales that bring the logits of base + delta near to the tuned model's.
 
-    The loss is the mean squared error of logits (arXiv:2402.10193). If those of the first batch
-    are not nearer in the end, there are no scales.
+    args: options of the command `bitdelta`. The loss is the mean squared error of logits
+    (arXiv:2402.10193). If those of the first batch are not nearer in the end, there are no scales.
     """
-    train, *_ = read_text(tuned, settings)
-    device = choose_device(settings.device)
+    train, *_ = read_text(tuned, args.data)
+    device = choose_device(given_device())
     seq_len = tuned.shape["train_seq_len"]
     teacher = rebuild(tuned).requires_grad_(False).to(device)
-    group = settings.delta_group
     held = {}  # the base's matrices, and all else of the tuned model
     signs = {}
     scales = {}
@@ -3011,21 +2595,21 @@ def distill(base, tuned, settings):
         if tensor_class(name, w) == "matrix":
             held[name] = base.tensors[name].float().to(device)
             delta = (w.to(device) - held[name]).flatten()
-            signs[name], scale = quantize_delta(delta, group_size(w, group), 1)
+            signs[name], scale = quantize_delta(delta, group_size(w, args.group), 1)
             scales[name] = scale.requires_grad_()
-            # In units of a matrix's mean scale, one DISTILL_LR suits large and small deltas.
-            groups.append({"params": [scale], "lr": settings.distill_lr * scale.mean().item()})
+            # In units of a matrix's mean scale, one rate suits large and small deltas.
+            groups.append({"params": [scale], "lr": args.distill_lr * scale.mean().item()})
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.distill_steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.distill_steps)
 
     def batch_loss(step, is_training):
         """Return the mean of a batch; with `is_training`, add its gradients."""
         total = 0.0
-        for ids in training_batch(train, seq_len, settings.seed, step):
+        for ids in training_batch(train, seq_len, step):
             ids = ids.to(device)
             weights = dict(held)
             for name, scale in scales.items():
-                weights[name] = add_delta(held[name], signs[name], scale, group)
+                weights[name] = add_delta(held[name], signs[name], scale, args.group)
             logits = torch.func.functional_call(teacher, weights, (ids,))
             loss = (logits - teacher(ids)).square().mean() * (len(ids) / BATCH_WINDOWS)
             if is_training:
@@ -3034,18 +2618,18 @@ def distill(base, tuned, settings):
         return total
 
     before = batch_loss(0, is_training=False)
-    for step in range(settings.distill_steps):
+    for step in range(args.distill_steps):
         optimizer.zero_grad()
         batch_loss(step, is_training=True)
         optimizer.step()
         schedule.step()
     after = batch_loss(0, is_training=False)
     print(
-        f"distillation: {settings.distill_steps} steps, mean squared error of logits on the first "
+        f"distillation: {args.distill_steps} steps, mean squared error of logits on the first "
         f"batch {before:.6g} before, {after:.6g} after"
     )
     if not after < before:  # or a NaN
-        print("scales stay as they were; try another DISTILL_LR")
+        print("scales stay as they were; try another --distill-lr")
         return {}
     return {name: scale.detach().cpu() for name, scale in scales.items()}
 
@@ -3104,7 +2688,7 @@ def distances(a, b, base=None):
     return rows
 
 
-def check_codes(source, model, settings):
+def check_codes(source, model, bits):
     """Raise ArtifactError, which names a tensor, if an artifact cannot be of a model's weights.
 
     The exporter widens all steps of a class by one factor, so the steps say whose they are. GPTQ
@@ -3112,7 +2696,7 @@ def check_codes(source, model, settings):
     was measured. Other weights of the same size give 9 times that at 5 bits. So more than 4 times
     the error means other weights.
     """
-    table = quant_table(settings)
+    table = quant_table(chosen_bits(model, bits))
     steps = collections.defaultdict(list)  # class -> steps over those of the settings
     for name, w in model.tensors.items():
         what = f"{source.path}: tensor {name!r}: "
@@ -3161,8 +2745,8 @@ def measure_tensor(name, source, model):
 def info(args):
     """Print what an artifact's bytes are spent on.
 
-    entropy: of the codes, order 0, by tensor, in bits a weight. With --checkpoint, error:
-    ||artifact - checkpoint|| / ||checkpoint||.
+    `entropy` is that of a tensor's codes without context, in bits per weight. With --checkpoint,
+    `error` is ||artifact - checkpoint|| / ||checkpoint||.
     """
     source = read_packed(args.artifact)
     model = None
@@ -3212,28 +2796,23 @@ def pack(args):
     """
     source = read_weights(args.model, args.weights)
     check_average(args.weights, source)
-    settings = load_defaults(source)
-    if args.gptq:
-        if source.coded:
-            raise UserError(
-                f"--gptq: the weights of {source.path} are quantized already; give their checkpoint"
-            )
-        settings = replace(settings, data_path=args.gptq)
-    header = read_header(source, settings.tokenizer_path)
+    if args.gptq and source.coded:
+        raise UserError(
+            f"--gptq: the weights of {source.path} are quantized already; give their checkpoint"
+        )
     # First, because packing takes a while: another model's tokenizer may be there.
-    copy_tokenizer(header, args.out, settings.tokenizer_path, source.path)
-    data = pack_model(source, settings, bool(args.gptq))
+    copy_tokenizer(read_header(source), args.out, source.path)
+    data = pack_model(source, args.bits, args.gptq)
     replace_file(args.out, data)
     print(f"{args.out}: {len(data)} bytes")
 
 
-def compare_packed(source, model):
+def compare_packed(source, model, bits):
     """Print how an artifact differs from a model. Raises ArtifactError if it is not the model's."""
     rows = distances(model, source)
-    settings = load_defaults(model)
     path = source.path
     require(model.shape == source.shape, f"{path}: its settings are not those of {model.path}")
-    sha256 = read_header(model, settings.tokenizer_path)["tokenizer_sha256"]
+    sha256 = read_header(model)["tokenizer_sha256"]
     is_equal = sha256 == source.header["tokenizer_sha256"]
     require(is_equal, f"{path}: its tokenizer is not {model.path}'s")
     if model.coded:
@@ -3241,17 +2820,17 @@ def compare_packed(source, model):
             is_equal = torch.equal(w, source.tensors[name])
             require(is_equal, f"{path}: tensor {name!r} is not that of {model.path}")
     else:
-        check_codes(source, model, settings)
+        check_codes(source, model, bits)
     show(rows)
     whose = f"of the {model.average} weights of {model.path}"
-    if pack_model(model, settings) == path.read_bytes():
+    if pack_model(model, bits) == path.read_bytes():
         print(f"{path}: what `pack` makes {whose}, byte for byte")
     else:
         print(f"{path}: {whose}, by GPTQ or with steps fitted, or on another machine")
 
 
 def verify(args):
-    """Check that an artifact is whole, and of a checkpoint; if not, the exit code is 1."""
+    """Check that an artifact is whole and, if there is one, made of CHECKPOINT; if not, exit with 1."""
     source = read_packed(args.artifact)
     rebuild(source)
     model = None
@@ -3259,7 +2838,9 @@ def verify(args):
         model = read_weights(args.checkpoint, args.weights)
     check_average(args.weights, model or source)
     if model:
-        compare_packed(source, model)
+        compare_packed(source, model, args.bits)
+    elif args.bits:
+        raise UserError("--bits: is not used without a CHECKPOINT")
     print(
         f"{source.path}: whole, {len(source.tensors)} tensors, SHA-256 {sha256_file(source.path)}"
     )
@@ -3292,10 +2873,10 @@ def show_sizes(path, base):
     show(rows)
 
 
-def show_scores(models, settings):
+def show_scores(models, data_path):
     """Print bits per byte of validation of base, tuned, and base + delta."""
-    _, val, val_bytes = read_text(models[1], settings)
-    device = choose_device(settings.device)
+    _, val, val_bytes = read_text(models[1], data_path)
+    device = choose_device(given_device())
     scores = []
     for model in models:
         network = rebuild(model).to(device)
@@ -3310,54 +2891,54 @@ def show_scores(models, settings):
     )
 
 
+DISTILL_LR = 0.1  # of scales in units of their matrix's mean
+
+
 def make_delta(args):
-    """Write the delta of two models by settings of the environment, and report on it."""
+    """Write the delta of two models and report on it."""
+    if args.data and not (args.score or args.distill_steps):
+        raise UserError(f"--data {args.data!r}: is not used without --score or --distill-steps")
     base = read_weights(args.base, args.weights)
     tuned = read_weights(args.tuned, args.weights)
     check_average(args.weights, base, tuned)
-    settings = load_defaults(tuned)
     match_tensors(base, tuned)
+    if args.score:
+        read_text(tuned, args.data)  # a fault of the data is found before the work
     most = 0.0
     for name, w in base.tensors.items():
         if tensor_class(name, w) == "matrix":
             largest = (tuned.tensors[name] - w).abs().max().item()
             require(math.isfinite(largest), f"tensor {name!r}: its weights are not finite")
             most = max(most, largest)
-    is_bitdelta = args.command == "bitdelta"
-    if is_bitdelta:
-        coding = {"bits": 1, "group": settings.delta_group}
-        coding["scale_bits"] = int(settings.delta_scale_bits)
-    else:
-        groups = {"row": -1, "tensor": 0, "group": settings.delta_group}
-        coding = {"bits": settings.delta_bits, "group": groups[settings.delta_step]}
-        coding["scale_bits"] = 16
-    header = read_header(tuned, settings.tokenizer_path)
+    header = read_header(tuned)
     header["settings"] = {
         "method": args.command,
         "base": hash_weights(base.tensors),
-        **coding,
+        "bits": args.bits,
+        "group": args.group,
+        "scale_bits": args.scale_bits,
         "scale": 2.0 ** math.frexp(most)[1],
         "shape": tuned.shape,
     }
-    scales = {}
-    if is_bitdelta and settings.distill_steps and most:
-        scales = distill(base, tuned, settings)
+    scales = distill(base, tuned, args) if args.distill_steps and most else {}
     replace_file(args.out, pack_delta(base.tensors, tuned.tensors, header, scales))
     model = read_tuned(args.out, base)
     show_sizes(args.out, base)
     print("\nof what the tuned model's weights are beyond the base's:")
     show(distances(tuned, model, base))
     if args.score:
-        show_scores([base, tuned, model], settings)
+        show_scores([base, tuned, model], args.data)
 
 
 def bitdelta(args):
-    """Write what makes BASE into TUNED, one bit a weight of the matrices."""
+    """Write the difference of TUNED from BASE with one bit for each weight of the matrices."""
+    if not args.distill_steps and args.distill_lr != DISTILL_LR:
+        raise UserError(f"--distill-lr {args.distill_lr}: is not used with --distill-steps 0")
     make_delta(args)
 
 
 def deltaquant(args):
-    """Write what makes BASE into TUNED, 1 to 8 bits a weight of the matrices, entropy coded."""
+    """Write the difference of TUNED from BASE with 1 to 8 bits for each weight of the matrices."""
     make_delta(args)
 
 
@@ -3370,58 +2951,71 @@ def apply(args):
 
 
 # -------------------------------------------------------------------------------------------- main
-# The settings that each command reads beside SEED and DEVICE; read_names has those of its options.
-READ_SETTINGS = {
-    "info": "",
-    "unpack": "tokenizer_path",
-    "pack": "tokenizer_path matrix_bits",
-    "verify": "",
-    "compare": "",
-    "bitdelta": "tokenizer_path delta_group delta_scale_bits distill_steps",
-    "deltaquant": "tokenizer_path delta_bits delta_step",
-    "apply": "tokenizer_path",
+# Settings of the environment that an option has replaced. One that is set would be ignored in silence.
+FORMER_SETTINGS = {
+    "DATA_PATH": "--data or --gptq",
+    "DELTA_BITS": "--bits",
+    "DELTA_GROUP": "--group",
+    "DELTA_SCALE_BITS": "--scale-bits",
+    "DELTA_STEP": "--group",
+    "DISTILL_LR": "--distill-lr",
+    "DISTILL_STEPS": "--distill-steps",
+    "MATRIX_BITS": "--bits",
 }
 
 
-def read_names(args, settings):
-    """Return the names of the settings that a command reads with these arguments and settings."""
-    names = {"seed", "device", *READ_SETTINGS[args.command].split()}
-    if args.command == "verify" and args.checkpoint:
-        names |= {"tokenizer_path", "matrix_bits"}
-    if args.command == "bitdelta" and settings.distill_steps:
-        names |= {"distill_lr", "data_path"}
-    if args.command == "deltaquant" and settings.delta_step == "group":
-        names.add("delta_group")
-    if "score" in args and args.score:
-        names.add("data_path")
-    return names
-
-
-def check_read(args, settings):
-    """Raise UserError for a setting that the command would not read."""
-    names = read_names(args, settings)
-    for setting in fields(settings):
-        value = getattr(settings, setting.name)
-        if setting.name not in names and value != setting.default:
+def check_environment():
+    """Raise UserError for a variable of the environment that an option has replaced."""
+    for name, option in FORMER_SETTINGS.items():
+        if name in os.environ:
             raise UserError(
-                f"{setting.name.upper()}={value!r}: {args.command} does not read it with these "
-                f"options and settings; must be left at {setting.default!r}"
+                f"{name}={os.environ[name]!r}: quantize.py does not read it; unset it and use {option}"
             )
+
+
+def filled(text):
+    """Return the text of an argument. An empty one, as of an unset variable, is an error."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def number_from(low, kind=int):
+    """Return a function that reads an option: a finite number of at least `low`."""
+
+    def number(text):
+        value = kind(text)
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} must be {low} or more")
+        return value
+
+    return number
 
 
 def fail_usage(message):
     """Raise a mistake in the command line, which argparse would print in several lines."""
-    raise UserError(f"{message}; quantize.py --help says more")
+    raise UserError(f"{message}; quantize.py COMMAND --help lists a command's arguments")
+
+
+MODEL_HELP = "an artifact, a run, a checkpoint, or a folder that unpack or apply wrote"
+ARGUMENTS = {
+    "artifact": "a model.upar, or the folder of a run that has one",
+    "delta": "a file that bitdelta or deltaquant wrote",
+    "out": "the file or folder that is written; it must not exist",
+}
 
 
 def add_command(commands, run, *names):
     """Add a command that calls `run`, with arguments of these names, and return its parser."""
-    command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+    command = commands.add_parser(
+        run.__name__, help=run.__doc__, description=run.__doc__, allow_abbrev=False
+    )
     command.error = fail_usage
     command.set_defaults(run=run)
     for name in names:
-        kind = Path if name == "out" else str
-        command.add_argument(name, metavar=name.upper(), type=kind)
+        kind = Path if name == "out" else filled
+        help_text = ARGUMENTS.get(name, MODEL_HELP)
+        command.add_argument(name, metavar=name.upper(), type=kind, help=help_text)
     return command
 
 
@@ -3429,39 +3023,104 @@ def make_parser():
     """Return the parser of the command line. What it returns has the command's function as `run`."""
     parser = argparse.ArgumentParser(
         prog="quantize.py",
-        description=__doc__,
+        description=__doc__.partition("Sections between")[0],  # the rest is for readers of the code
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.error = fail_usage
+    bits_help = "bits of a code of a matrix (default: as many as the run had)"
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = add_command(commands, info, "artifact")
-    command.add_argument("--tensors", action="store_true", help="a line for each tensor too")
-    command.add_argument("--checkpoint", help="of the same weights, for the error")
+    command.add_argument("--tensors", action="store_true", help="also print a line for each tensor")
+    command.add_argument(
+        "--checkpoint",
+        type=filled,
+        help="the checkpoint that was packed: print the error of packing, too",
+    )
     add_command(commands, unpack, "artifact", "out")
     command = add_command(commands, pack, "model", "out")
+    command.add_argument("--bits", type=int, choices=range(2, 9), help=bits_help)
     command.add_argument(
-        "--gptq", metavar="DATA", help="folder of shards: codes by GPTQ on its text"
+        "--gptq",
+        metavar="DATA",
+        type=filled,
+        help="choose codes by GPTQ on the text of this folder",
     )
     command = add_command(commands, verify, "artifact")
-    command.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?")
+    command.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        nargs="?",
+        type=filled,
+        help="the checkpoint or run that the artifact must be of",
+    )
+    command.add_argument("--bits", type=int, choices=range(2, 9), help=bits_help)
     add_command(commands, compare, "a", "b")
-    for run in (bitdelta, deltaquant):
-        command = add_command(commands, run, "base", "tuned", "out")
-        command.add_argument("--score", action="store_true", help="bits per byte on DATA_PATH")
+    add_delta_commands(commands)
     add_command(commands, apply, "base", "delta", "out")
     for name in commands.choices.keys() - {"unpack"}:
         commands.choices[name].add_argument(
-            "--weights", choices=AVERAGES, help="of a checkpoint (those that its run chose)"
+            "--weights",
+            choices=AVERAGES,
+            help="which weights of a checkpoint (default: those that its run packed)",
         )
     return parser
+
+
+def add_delta_commands(commands):
+    """Add the commands that write deltas, with their options."""
+    for run, group in ((bitdelta, 128), (deltaquant, -1)):
+        command = add_command(commands, run, "base", "tuned", "out")
+        command.add_argument(
+            "--score", action="store_true", help="print bits per byte of BASE, TUNED and the result"
+        )
+        command.add_argument(
+            "--data",
+            metavar="DATA",
+            type=filled,
+            help="folder of the text for --score and distillation (default: that of TUNED's run)",
+        )
+        command.add_argument(
+            "--group",
+            type=number_from(-1),
+            default=group,
+            metavar="N",
+            help=f"so many weights of a row share a scale; -1: a row, 0: the matrix (default: {group})",
+        )
+    command.add_argument(
+        "--bits", type=int, choices=range(1, 9), default=4, help="bits of a code (default: 4)"
+    )
+    command.set_defaults(scale_bits=16, distill_steps=0)
+    command = commands.choices["bitdelta"]
+    command.set_defaults(bits=1)
+    command.add_argument(
+        "--scale-bits", type=int, choices=(16, 32), default=32, help="bits of a scale (default: 32)"
+    )
+    command.add_argument(
+        "--distill-steps",
+        type=number_from(0),
+        default=100,
+        metavar="N",
+        help="steps that fit the scales to TUNED's logits; 0: a scale is the mean of |delta| "
+        "(default: 100)",
+    )
+    command.add_argument(
+        "--distill-lr",
+        type=number_from(0, float),
+        default=DISTILL_LR,
+        metavar="RATE",
+        help=f"learning rate of these steps, which falls to 0 by a cosine (default: {DISTILL_LR})",
+    )
 
 
 def main():
     """Run one command. Return its exit code: 1 if `verify` says no, 2 for a mistake."""
     args = make_parser().parse_args()
-    check_read(args, load_settings(Settings, dict(os.environ)))
-    if "out" in args and (args.out.exists() or not args.out.absolute().parent.is_dir()):
-        raise UserError(f"OUT {str(args.out)!r}: exists already, or its folder does not")
+    check_environment()
+    if "out" in args and args.out.exists():
+        raise UserError(f"OUT {str(args.out)!r}: exists already")
+    if "out" in args and not args.out.absolute().parent.is_dir():
+        raise UserError(f"OUT {str(args.out)!r}: must be in a folder that exists")
     try:
         args.run(args)
     except ArtifactError as error:

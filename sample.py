@@ -149,22 +149,39 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
+# What records of nanoGPT and Parameter Golf have and these scripts have not: it is accepted at 0.
+ABSENT_FEATURES = (
+    "ADAM_WD",
+    "CASEOPS_ENABLED",
+    "DROPOUT",
+    "GATED_ATTN_ENABLED",
+    "GPTQ_CALIBRATION_BATCHES",  # python quantize.py pack RUN OUT --gptq DATA
+    "LN_SCALE",
+    "MTP_NUM_HEADS",
+    "NUM_LOOPS",
+    "PARALLEL_START_LAYER",
+    "PHASED_TTT_ENABLED",
+    "RECUR_LAYERS",
+    "RECUR_START_STEP",
+    "SMEAR_GATE_ENABLED",
+    "SPARSE_ATTN_GATE_ENABLED",
+    "VE_ENABLED",
+    "XSA_LAST_N",
+)
+
 # Names that nanoGPT, modded-nanogpt, Parameter Golf, TRL and older versions of these scripts use.
 # In the environment they are errors, not ignored in silence. A text is the setting, here or in
 # another script, that does the same job. A number is the value of a constant: the name is accepted
 # with this value, so that pasted commands run.
 OTHER_NAMES = {
     "ADAM_EPS": 1e-8,
-    "ADAM_WD": 0.0,
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
     "BETA1": 0.9,
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
-    "CASEOPS_ENABLED": 0,
     "DATASET": "DATA_PATH",
-    "DROPOUT": 0.0,
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
     "EMBED_BITS": 8,
@@ -172,8 +189,6 @@ OTHER_NAMES = {
     "ENTROPY_COEFF": "ENTROPY_BETA",
     "ENT_COEF": "ENTROPY_BETA",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "GATED_ATTN_ENABLED": 0,
-    "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
     "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
@@ -181,7 +196,6 @@ OTHER_NAMES = {
     "LATE_QAT": "QAT",
     "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
-    "LN_SCALE": 0,
     "LOGIT_SOFTCAP": 30.0,
     "LOG_SECONDS": 10.0,
     "LORA_R": "LORA_RANK",
@@ -194,7 +208,6 @@ OTHER_NAMES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
-    "MTP_NUM_HEADS": 0,
     "MUON_BACKEND_STEPS": 5,
     "MUON_MOMENTUM": 0.95,
     "MUON_MOMENTUM_WARMUP_START": 0.85,
@@ -202,67 +215,61 @@ OTHER_NAMES = {
     "MUON_WARMUP_FRAC": 0.05,
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
-    "NUM_LOOPS": 0,
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
-    "PARALLEL_START_LAYER": 0,
-    "PHASED_TTT_ENABLED": 0,
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
-    "RECUR_LAYERS": 0,
-    "RECUR_START_STEP": 0,
     "ROPE_BASE": 10000.0,
     "SEQ_LEN": "TRAIN_SEQ_LEN",
-    "SMEAR_GATE_ENABLED": 0,
-    "SPARSE_ATTN_GATE_ENABLED": 0,
     "SWA_ENABLED": "SWA",
     "SWA_EVERY": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
-    "TTT_CHUNK_SIZE": 64,
     "TTT_ENABLED": "TTT_LORA_RANK",
-    "TTT_EPOCHS": 1,
-    "TTT_LORA_LR": 0.004,
-    "TTT_LR": "TTT_LORA_LR",
-    "VE_ENABLED": 0,
+    "TTT_LORA_RANK": 0,
     "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
     "WEIGHT_DECAY": "MUON_WD",
-    "XSA_LAST_N": 0,
+    **dict.fromkeys(ABSENT_FEATURES, 0),
+}
+
+# What does in another program what these constants leave out.
+OTHER_PROGRAMS = {
+    "GPTQ_CALIBRATION_BATCHES": "; python quantize.py pack RUN OUT --gptq DATA does it",
+    "TTT_LORA_RANK": "; python tools/adapt.py RUN scores a finished run with test-time training",
 }
 
 # Names of other projects for what changes no result, so that pasted commands run: how often a line is
-# logged (LOG_SECONDS), and the tokens of a batch of validation.
-HARMLESS_NAMES = ("LOG_INTERVAL", "TRAIN_LOG_EVERY", "VAL_BATCH_SIZE")
+# logged (LOG_SECONDS), the tokens of a batch of validation, and details of test-time training, which
+# tools/adapt.py does.
+HARMLESS_NAMES = (
+    "LOG_INTERVAL",
+    "TRAIN_LOG_EVERY",
+    "TTT_CHUNK_SIZE",
+    "TTT_EPOCHS",
+    "TTT_LORA_LR",
+    "TTT_LR",
+    "VAL_BATCH_SIZE",
+)
 
-# The settings of all scripts: one that is meant for another script is an error there. Those of this
-# script are known without it.
+# The settings of all scripts that the table above does not name: one that is meant for another
+# script is an error there. Those of this script are known without it.
 OUR_SETTINGS = {
     "ACTIVATION_CHECKPOINTING",
     "ARCH_MODE",
     "ARTIFACT",
     "ARTIFACT_BYTES_MAX",
     "ATTN_WINDOW",
-    "BETA",
     "BIGRAM_VOCAB_SIZE",
     "CENTERING",
     "COMPILE",
     "CONFIG",
     "CREDIT",
-    "DATA_PATH",
-    "DELTA_BITS",
-    "DELTA_GROUP",
-    "DELTA_SCALE_BITS",
-    "DELTA_STEP",
     "DEVICE",
     "DISCOUNT",
-    "DISTILL_LR",
-    "DISTILL_STEPS",
     "DTYPE",
-    "EMA",
-    "ENTROPY_BETA",
     "ENVIRONMENT",
     "EPOCHS",
     "EVAL_PROMPTS",
@@ -271,66 +278,46 @@ OUR_SETTINGS = {
     "EVAL_STRIDE",
     "GAE_LAMBDA",
     "GDN_LIGHT",
-    "GRAD_CLIP_NORM",
-    "GROUP_SIZE",
     "HEAD_LR",
     "HELD_OUT",
     "IMPORTANCE",
-    "INIT_FROM",
-    "ITERATIONS",
     "KD_ALPHA",
     "KD_BETA",
     "KD_LOSS",
     "KD_TEMPERATURE",
     "KD_TOP_K",
     "KERNELS",
-    "KL_BETA",
     "KL_SHAPING",
     "KL_TARGET",
     "LABEL_SMOOTHING",
     "LAYER_PATTERN",
     "LAYOUT",
-    "LEARNING_RATE",
     "LEFT_CLIP_RANGE",
     "LORA_ALPHA",
-    "LORA_RANK",
     "LOSS",
-    "LR_FLOOR",
     "LR_SCHEDULE",
     "MARGIN",
     "MARK",
     "MATRIX_BITS",
-    "MATRIX_LR",
-    "MAX_NEW_TOKENS",
     "MAX_TURNS",
     "MAX_WALLCLOCK_SECONDS",
     "MEMORY_SNAPSHOT",
-    "MICRO_BATCH_TOKENS",
     "MINI_BATCHES",
     "MLP",
     "MLP_MULT",
     "MODE",
-    "MODEL_DIM",
-    "MUON_WD",
     "NORM",
-    "NUM_HEADS",
     "NUM_KV_HEADS",
-    "NUM_LAYERS",
     "NUM_SAMPLES",
     "OBJECTIVE",
     "OPTIMIZER",
-    "OUT_DIR",
     "PAIRS_PER_STEP",
     "POSITIONS",
     "PROMPT",
     "PROMPTS_PER_STEP",
-    "QAT",
-    "QK_GAIN_INIT",
     "RATIO_LIMIT",
-    "REDUCTION",
     "REPLAY",
     "RESAMPLE_ROUNDS",
-    "RESERVE_SECONDS",
     "RESUME",
     "REWARD",
     "REWARD_MODEL",
@@ -350,12 +337,10 @@ OUR_SETTINGS = {
     "SEED",
     "SHARD",
     "STATEFUL",
-    "SWA",
     "SYSTEM",
     "TARGET_VAL_LOSS",
     "TEACHER",
     "TEMPERATURE",
-    "TIED_EMBED_LR",
     "TIE_EMBEDDINGS",
     "TOKENIZER_PATH",
     "TOKEN_NOISE",
@@ -363,18 +348,12 @@ OUR_SETTINGS = {
     "TOP_K",
     "TOP_P",
     "TRACKER",
-    "TRAIN_BATCH_TOKENS",
     "TRAIN_FILES",
     "TRAIN_ON",
-    "TRAIN_SEQ_LEN",
-    "TTT_LORA_RANK",
     "VAL_FILES",
     "VAL_LOSS_EVERY",
     "VOCAB_SIZE",
-    "WARMDOWN_FRAC",
     "WARMDOWN_ITERS",
-    "WARMUP_FRAC",
-    "WEIGHT_DECAY",
 }
 
 
@@ -435,6 +414,7 @@ def check_name(name, text, names):
             if float(text) == OTHER_NAMES[meant]:
                 return
         message += f", in which {meant} is always {OTHER_NAMES[meant]}"
+        message += OTHER_PROGRAMS.get(meant, "")
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(
@@ -446,9 +426,16 @@ def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
     are none here: near misses, names in the tables above, numbers that this script has as constants.
     """
-    numbers = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {*names, *OTHER_NAMES, *HARMLESS_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
-    ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
+    constants = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {
+        *names,
+        *constants,
+        *OUR_SETTINGS,
+        *HARMLESS_NAMES,
+        *OTHER_NAMES,
+        *OTHER_NAMES.values(),
+    }
+    ignored = re.findall(r"[^,\s]+", environ.get("IGNORE_ENV", ""))
     return {
         name: environ[name]
         for name in sorted(environ.keys() - ignored)
@@ -460,7 +447,7 @@ def read_value(text):
     """Return the value behind NAME= in a config file, as a shell reads it, except that a value
     without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
     """
-    if text.strip()[:1] not in ("'", '"'):
+    if not re.match(r"\s*['\"]", text):
         return re.split(r"\s#", text)[0].strip()  # it's and a#b are text
     words = shlex.split(text, comments=True)
     if len(words) > 1:
@@ -476,11 +463,11 @@ def read_config(path):
         raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
     given = {}
     for number, line in enumerate(lines, 1):
-        if line.strip()[:1] in ("", "#"):
+        if re.match(r"\s*(#|$)", line):
             continue
-        match = re.fullmatch(r"(?:export\s+)?([^#=\s]+)\s*=(.*)", line.strip())
+        match = re.fullmatch(r"\s*(?:export\s+)?([^#=\s]+)\s*=(.*)", line)
         try:
-            if match is None or match[1] in {**given, "CONFIG": path}:
+            if match is None or match[1] in ("CONFIG", *given):
                 raise ValueError("must be NAME=value, each name once, and not CONFIG")
             given[match[1]] = read_value(match[2])
         except ValueError as error:
@@ -513,26 +500,28 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     value) that returns those of a run or a network that they name.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
-    if not {"--help", "-h"}.isdisjoint(arguments):
-        print(inspect.getmodule(cls).__doc__)
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
         print(inspect.getsource(cls))
         sys.exit()
     settings = {setting.name.upper(): setting for setting in fields(cls)}
     above = {**read_environment(environ, settings), **read_arguments(arguments)}
     path = os.path.expanduser(above.get("CONFIG", ""))
     config = read_config(path) if path else {}
-    for name in above.keys() & presets:
-        for replaced in presets[name].get(above[name], {}):
-            config.pop(replaced.upper(), None)
+    values = {}
+    for name in presets:
+        chosen = above.get(name, config.get(name))
+        preset = presets[name].get(chosen, {})
+        values.update(preset)
+        if name in above:
+            for replaced in preset:
+                config.pop(replaced.upper(), None)
     given = {}
     for name, text in {**config, **above}.items():
         if name in settings:
             given[name] = parse_setting(settings[name], text)
         elif name != "CONFIG":  # a script without this setting reads the file, too
             check_name(name, text, settings)
-    values = {}
-    for name in given.keys() & presets:
-        values.update(presets[name].get(given[name], {}))
     if stored:
         values.update(stored(given))
     values.update({name.lower(): value for name, value in given.items()})
@@ -550,11 +539,9 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
 
 
 def drop_stream(stream):
@@ -592,14 +579,7 @@ def choose_device(choice, local_rank=0):
 
     choice: of the setting DEVICE. local_rank: number of the process on its machine.
     """
-    use_cuda = choice != "cpu" and torch.cuda.is_available()
-    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    device = torch.device("cpu")
-    if use_cuda:
+    if choice != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         if local_rank >= gpus:
             raise UserError(
@@ -608,6 +588,13 @@ def choose_device(choice, local_rank=0):
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    else:
+        device = torch.device("cpu")
     set_up_device(device)
     return device
 
@@ -686,9 +673,9 @@ def join_group(device):
             dist.init_process_group("nccl", device_id=device)
         else:
             dist.init_process_group("gloo")
-    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        reason, *_ = str(error).split("\n")
-        raise UserError(f"{pairs}: the ranks do not meet: {reason}; {hint}") from None
+    except (ValueError, dist.DistError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{pairs}: the ranks do not meet: {reason:.500}; {hint}") from None
 
 
 def present_runtime(device):
@@ -770,18 +757,18 @@ def exit_code(main):
     except KeyboardInterrupt:
         report_error("stopped by SIGINT: nothing was saved")
         return 130  # 128 and SIGINT
-    except (UserError, FloatingPointError, OSError) as error:
+    except UserError as error:
         report_in_a_line(error, rank)
-        return 2 if isinstance(error, UserError) else 1
+        return 2
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
             report_in_a_line(error, rank)
-            return 1
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        elif isinstance(error, dist.DistError) or "gloo" in str(error):
+            report_error(f"error: rank {rank} lost another rank; RESUME continues")
+            os._exit(1)  # an ordinary exit would wait for the lost rank
+        else:
             report_error(traceback.format_exc())
-            return 1
-        report_error(f"error: rank {rank} lost another rank; RESUME continues")
-        os._exit(1)  # an ordinary exit would wait for the lost rank
+        return 1
 
 
 # === end: errors ===
@@ -817,13 +804,11 @@ def checkpoint_fault(folder):
     try:
         listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
         for name in sorted(names):
-            line = f"{sha256_file(folder / name)}  {name}\n"
-            if line not in listed:
+            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
                 return f"{name} was changed, or SHA256SUMS does not name it"
-            listed.remove(line)
     except (OSError, ValueError) as error:
         return str(error)
-    return f"SHA256SUMS has the line {listed[0]!r:.90}, unexpected or repeated" if listed else ""
+    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
 
 
 def newest_checkpoint(folder):
@@ -833,10 +818,10 @@ def newest_checkpoint(folder):
     """
     candidates = list_checkpoints(folder)
     if not candidates and not (folder / "model.pt").exists():
-        return None, [
-            f"{folder} has none: a run that ended before its first checkpoint saved nothing; it may be "
-            "deleted and started anew"
-        ]
+        fault = "has no checkpoint and no model"
+        if (folder / "log.txt").is_file():
+            fault = "ended before its first checkpoint; it may be deleted and started anew"
+        return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
         fault = checkpoint_fault(candidate)
@@ -922,12 +907,12 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
+    facts: dict  # of ENCODINGS, or of the file of an imported model (see convert.py)
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
-    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
     encode_marked: Callable = None
     roles: dict = None
-    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -945,40 +930,43 @@ def read_tokenizer(path, facts):
     path = Path(path)
     if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
     try:
         content = path.read_bytes()
         if path.suffix == ".tiktoken":
             return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer("tokenizer.model", content, content)
-    except (OSError, LookupError, ValueError, RuntimeError) as error:
+        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of the data, or bytes"
+            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
+            "o200k_base), or bytes"
         ) from error
 
 
 def rank_tokenizer(file, content, facts):
     """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
 
-    The file of an imported model is JSON: such lines as `ranks`, or a SentencePiece model as
-    `sentencepiece`, and facts.
+    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
+    `ranks`, or a SentencePiece model is `sentencepiece`.
     """
     ranks = content
     if content.startswith(b"{"):
         facts = json.loads(content)
         if "sentencepiece" in facts:
             proto = base64.b64decode(facts["sentencepiece"])
-            return sentencepiece_tokenizer(file, content, proto)
+            return sentencepiece_tokenizer(file, content, proto, facts)
         ranks = facts["ranks"]
+    if not facts:
+        raise ValueError("another name than those of published encodings")
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
     for line in ranks.splitlines():
         piece, rank = line.split()
         pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces)
+    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
 
 
-def sentencepiece_tokenizer(file, content, proto):
+def sentencepiece_tokenizer(file, content, proto, facts):
     """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
     model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     if model.bos_id() < 0:
@@ -995,7 +983,7 @@ def sentencepiece_tokenizer(file, content, proto):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, drops_space, proto)
+    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
 
 
 # === end: tokenizer ===
@@ -1046,45 +1034,22 @@ class BytePairEncoder:
 
     def __init__(self, tokenizer, facts):
         """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
-        added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
-        for text in added:  # some of them are shown as text, and no merge makes them
+        # Added tokens, of which some are shown as text: no merge makes them.
+        for text in facts.get("added", []):
             ranks.pop(text.encode(), None)
         # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
         # beyond the vocabulary, by which they are found.
-        lacking = [bytes([byte]) for byte in range(256) if bytes([byte]) not in ranks]
-        self.lacking = b"".join(lacking)
+        self.lacking = bytes([byte for byte in range(256) if bytes([byte]) not in ranks])
         self.vocab_size = tokenizer.vocab_size
-        ranks |= {byte: self.vocab_size + place for place, byte in enumerate(lacking)}
+        for byte in self.lacking:
+            ranks[bytes([byte])] = self.vocab_size + byte
         self.bpe = tiktoken.Encoding(
             tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
         )
         self.split = regex.compile(facts["split"])
-        self.form = "NFC" if facts.get("nfc") else ""
-        # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-        normalized = facts.get("normalized", [])
-        early = {text: i for text, i in added.items() if text not in normalized}
-        late = {self.normalize(text): added[text] for text in normalized}
-        self.marks = AddedTokens(early, facts)
-        self.late_marks = AddedTokens(late, facts)
-
-    def normalize(self, text):
-        """Return a text in the normal form in which accents are part of their letters (NFC)."""
-        return unicodedata.normalize(self.form, text) if self.form else text
 
     def encode(self, text):
-        """Return the ids of a text in which added tokens are plain text. Raises UserError."""
-        return self.encode_part(self.normalize(check_unicode(text)))
-
-    def encode_marked(self, text):
-        """Return the ids of a text in which added tokens are what they stand for."""
-        return self.marks.encode(check_unicode(text), self.encode_late)
-
-    def encode_late(self, text):
-        """Return the ids of a text in which no added tokens are but those found in its normal form."""
-        return self.late_marks.encode(self.normalize(text), self.encode_part)
-
-    def encode_part(self, text):
         """Return the ids of a text without added tokens."""
         if len(text) < 500_000 or not LONG_SPACE.search(text):
             ids = self.bpe.encode_ordinary(text)
@@ -1099,6 +1064,10 @@ class BytePairEncoder:
         return ids
 
 
+SPACES = re.compile(r"\s*")
+WORD_CHARACTER = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"
+
+
 class AddedTokens:
     """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
 
@@ -1110,8 +1079,6 @@ class AddedTokens:
         self.flags = facts.get("flags", {})
         longest_first = sorted(ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self.word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
-        self.spaces = re.compile(r"\s*")
 
     def encode(self, text, encode_part):
         """Return the ids of a text; encode_part: text without added tokens -> ids."""
@@ -1121,7 +1088,7 @@ class AddedTokens:
             flags = self.flags.get(match[0], [])
             start, stop = match.span()
             neighbours = text[start - 1 : start] + text[stop : stop + 1]
-            if "single_word" in flags and self.word.search(neighbours):
+            if "single_word" in flags and regex.search(WORD_CHARACTER, neighbours):
                 continue
             before = text[end:start]
             if "lstrip" in flags:
@@ -1130,7 +1097,7 @@ class AddedTokens:
             ids.append(self.ids[match[0]])
             end = stop
             if "rstrip" in flags:
-                end = self.spaces.match(text, stop).end()
+                end = SPACES.match(text, stop).end()
         return ids + encode_part(text[end:])
 
 
@@ -1148,47 +1115,68 @@ def check_unicode(text):
 
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    path = Path(path)
-    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
-        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
 
 
 def add_encoder(tokenizer):
     """Give a Tokenizer its attributes from `encode` on, and return it.
 
-    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
-    imported model, the same, but its added tokens are what they stand for. Both raise UserError for
-    half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
+    roles: the ids of ROLE_TOKENS, {} if it has none. For the others see set_encoders. Raises
+    UserError.
     """
-    name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name, {})
-    if facts and tokenizer.sha256 != facts["sha256"]:
-        raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model
-        facts = json.loads(tokenizer.content)
-    tokenizer.facts = facts
+    facts = tokenizer.facts
+    if facts.get("sha256", tokenizer.sha256) != tokenizer.sha256:
+        raise UserError(f"tokenizer {tokenizer.file}: is not the published rank file")
     tokenizer.roles = {}
-    if name == "bytes":
-        tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
+    if tokenizer.file == "bytes":
+        set_encoders(tokenizer, lambda text: [4 + byte for byte in text.encode()])
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif "split" in facts:
-        encoder = BytePairEncoder(tokenizer, facts)
-        tokenizer.encode = encoder.encode
-        tokenizer.encode_marked = encoder.encode_marked
+        set_encoders(tokenizer, BytePairEncoder(tokenizer, facts).encode)
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
-        marks = AddedTokens(facts.get("added", {}), facts)
         tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
-        tokenizer.encode = lambda text: model.encode(check_unicode(text))
-        tokenizer.encode_marked = lambda text: marks.encode(text, tokenizer.encode)
+        set_encoders(tokenizer, model.encode)
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
             # Only control tokens cannot be written in a text, so that no user can forge a role.
             if model.is_control(i):
                 tokenizer.roles[role] = i
     return tokenizer
+
+
+def set_encoders(tokenizer, encode_part):
+    """Give a Tokenizer `encode` and `encode_marked`, from a text to ids without BOS.
+
+    Special tokens in a text are plain text for `encode`. For `encode_marked` the added tokens of an
+    imported model are what they stand for. Both raise UserError for half a surrogate pair.
+    encode_part: a text in normal form and without added tokens -> ids.
+    """
+    facts = tokenizer.facts
+
+    def normalize(text):
+        """Return a text in the form in which accents are part of their letters, if it is asked for."""
+        return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
+
+    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    added = facts.get("added", {})
+    normalized = facts.get("normalized", [])
+    early = {text: i for text, i in added.items() if text not in normalized}
+    late = {normalize(text): added[text] for text in normalized}
+    early_tokens = AddedTokens(early, facts)
+    late_tokens = AddedTokens(late, facts)
+
+    def encode(text):
+        return encode_part(normalize(check_unicode(text)))
+
+    def encode_late(text):
+        return late_tokens.encode(normalize(text), encode_part)
+
+    def encode_marked(text):
+        return early_tokens.encode(check_unicode(text), encode_late)
+
+    tokenizer.encode = encode
+    tokenizer.encode_marked = encode_marked
 
 
 # === end: encoding ===
@@ -1220,62 +1208,30 @@ def with_roles(tokenizer):
 
 
 # === shared: template ===
-def template_environment():
-    """Return the environment of jinja2 in which transformers renders chat templates."""
+def render_templates():
+    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
+
+    This is the program of a process of its own, see TemplateProcess. Templates are rendered as
+    transformers does. Without values a template is only compiled. A reply is {"text"} or {"fault"}.
+    """
     import datetime
+    import functools
     import json
+    import re
+    import resource
+    import signal
+    import sys
 
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} … {% endgeneration %}, which writes what is between."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("write")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def write(self, caller):
-            return caller()
-
     def refuse(message):
         raise jinja2.TemplateError(message)
 
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
-        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def render_templates(environment):
-    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
-
-    It is called in a process of its own, see TemplateProcess. Without values the template is only
-    compiled. A reply is {"text"} or {"fault"}.
-    """
-    import json
-    import resource
-    import sys
-
-    import jinja2
-
     def render(source, values):
-        template = templates.get(source) or environment.from_string(source)
-        templates[source] = template
+        # {% generation %} marks answers for other programs. It writes what is in it, as `with` does.
+        template = compiled(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", source))
         parts = []
         room = 1 << 24  # letters
         for part in [] if values is None else template.generate(**values):
@@ -1285,16 +1241,24 @@ def render_templates(environment):
                 raise jinja2.TemplateError("writes more than 16 million letters")
         return "".join(parts)
 
-    templates = {}
-    # The upper limits stay as the system has them: not everybody may raise them.
-    _, most_memory = resource.getrlimit(resource.RLIMIT_AS)
-    _, most_seconds = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, most_memory))
+    # Only the arguments that transformers' filter has: others of json.dumps call functions.
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    compiled = functools.cache(environment.from_string)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
     for line in sys.stdin:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        # Beyond this many seconds of a CPU the system ends the process.
-        seconds = int(used.ru_utime + used.ru_stime) + 4
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most_seconds))
+        # After so many seconds of a CPU the system ends the process, in an operation of C, too.
+        signal.setitimer(signal.ITIMER_PROF, 3)
         try:
             reply = {"text": render(*json.loads(line))}
         except jinja2.TemplateError as error:
@@ -1313,9 +1277,7 @@ class TemplateProcess:
 
     def __init__(self):
         # The source is read once: the script may be edited while it runs.
-        functions = (template_environment, render_templates)
-        self.code = "\n".join(map(inspect.getsource, functions))
-        self.code += "render_templates(template_environment())\n"
+        self.code = inspect.getsource(render_templates) + "render_templates()\n"
         self.lock = threading.Lock()
         self.owner = 0
         self.process = None
@@ -1346,8 +1308,7 @@ class TemplateProcess:
             )
             self.owner = os.getpid()
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
+            print(line, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if answer:
             return json.loads(answer)
@@ -1355,7 +1316,7 @@ class TemplateProcess:
         self.endings += 1
         code = self.process.wait()
         reason = f"ended its process (exit code {code})"
-        if code == -signal.SIGXCPU:
+        if code == -signal.SIGPROF:
             reason = "took more than 3 seconds"
         return {"fault": reason}
 
@@ -1377,18 +1338,21 @@ def chat_text(tokenizer, turns, ask):
     """Return the text of turns by the chat template of an imported model, as transformers has it.
 
     A turn is (role token, text), and maybe the fields of a message that say more than this text; the
-    template gets these in place of the text. The content of a message of the role `tools` is a list
-    of tools. ask: whether the text ends where an answer of the assistant begins. Raises UserError.
+    template gets these in place of the text. The first may be a message of the role `tools`, whose
+    content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
+    Raises UserError.
     """
     messages = [
         {"role": role.strip("<|>"), "content": text} | dict(*fields)
         for role, text, *fields in turns
     ]
-    tools = [message["content"] for message in messages if message["role"] == "tools"]
+    tools = None
+    if messages and messages[0]["role"] == "tools":
+        tools = messages.pop(0)["content"]
     values = {
-        "messages": [message for message in messages if message["role"] != "tools"],
+        "messages": messages,
         "add_generation_prompt": ask,
-        "tools": sum(tools, []) or None,
+        "tools": tools,
         "documents": None,
     }
     facts = tokenizer.facts
@@ -1431,25 +1395,17 @@ class RowReport:
     path: str
     used: collections.Counter = field(default_factory=collections.Counter)  # by format
     left_out: dict = field(default_factory=dict)  # fault -> numbers of the rows that have it
-    notes: collections.Counter = field(default_factory=collections.Counter)  # by (kind, name)
+    notes: dict = field(default_factory=dict)  # what is not used of these: kind -> name -> rows
     twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
 
     def leave_out(self, number, fault):
         """Take note of a row that is not used."""
         self.left_out.setdefault(fault, []).append(number)
 
-    def unused(self):
-        """Return kind -> name -> number of rows, of what was not used in rows that are."""
-        unused = {}
-        for (kind, name), count in self.notes.items():
-            unused.setdefault(kind, {})[name] = count
-        return unused
-
     def facts(self):
         """Return what result.json has: reason -> number of rows."""
         left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
-        facts = {"used": dict(self.used), "left_out": left_out, "twice": len(self.twice)}
-        return facts | self.unused()
+        return {"used": self.used, "left_out": left_out, "twice": len(self.twice), **self.notes}
 
     def __str__(self):
         """Return the log's line."""
@@ -1458,7 +1414,7 @@ class RowReport:
         left_out = [f"{fault}: {len(rows)} {places(rows)}" for fault, rows in self.left_out.items()]
         parts = [f"{self.path}: {count} rows, used {used}"]
         parts.append(f"left out {'; '.join(left_out) or 'none'}")
-        for kind, counts in self.unused().items():
+        for kind, counts in self.notes.items():
             parts.append(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.items())}")
         if self.twice:
             parts.append(f"{len(self.twice)} occur twice {places(self.twice)}")
@@ -1478,9 +1434,10 @@ def weighted_files(name, text):
     for part in filter(None, map(str.strip, text.split(","))):
         path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part).groups()
         path = os.path.expanduser(path)
-        if path in files or not float(weight or 1):
+        weight = float(weight or 1)
+        if path in files or not weight:
             raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
-        files[path] = float(weight or 1)
+        files[path] = weight
     return files
 
 
@@ -1511,7 +1468,7 @@ def zstd_parts(file):
 def read_file(path):
     """Return the bytes of a file, decompressed if its name ends in .zst or .gz. Raises UserError."""
     name = path.lower()
-    content = []
+    content = bytearray()
     try:
         with open(path, "rb") as file:
             most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
@@ -1522,17 +1479,23 @@ def read_file(path):
                 parts = iter(functools.partial(stream.read, 1 << 20), b"")
             else:
                 return file.read()
-            room = most
             for part in parts:
-                content.append(part)
-                room -= len(part)
-                if room < 0:
+                content += part
+                if len(content) > most:
                     raise UserError(
                         f"{path}: unpacks to more than {most} bytes; must be less, or not packed"
                     )
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
-    return b"".join(content)
+    return bytes(content)
+
+
+def parsed_json(value):
+    """Return what a text says as JSON; a value that is no text, or no JSON, stays as it is."""
+    if isinstance(value, str | bytes):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def parse_line(line):
@@ -1557,8 +1520,7 @@ def without_nulls(value):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, bytes):
         return value.decode(errors="surrogateescape")
-    is_json = value is None or isinstance(value, int | float | str)
-    return value if is_json else str(value)
+    return value if isinstance(value, int | float | str | None) else str(value)
 
 
 def table_rows(path):
@@ -1585,10 +1547,10 @@ def file_rows(path):
         return table_rows(path)
     # Some editors put a mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    with contextlib.suppress(ValueError, RecursionError):  # of JSON lines, after the first
-        value = json.loads(content)
-        return value if isinstance(value, list) else [value]
-    return content.rstrip().splitlines()
+    value = parsed_json(content)
+    if isinstance(value, bytes):  # JSON lines are no JSON after the first
+        return content.rstrip().splitlines()
+    return value if isinstance(value, list) else [value]
 
 
 def parse_rows(path, rows, parse):
@@ -1606,7 +1568,6 @@ def parse_rows(path, rows, parse):
             continue
         notes = set()
         try:
-            digest = hash(row if isinstance(row, bytes) else repr(row))
             if isinstance(row, bytes):
                 row = parse_line(row)
             if not isinstance(row, dict):
@@ -1615,10 +1576,12 @@ def parse_rows(path, rows, parse):
         except UserError as error:  # a chat template refuses some conversations
             report.leave_out(number, str(error))
             continue
+        digest = hash(repr(row))
         if digest in known:
             report.twice.append(number)
         known.add(digest)
-        report.notes.update(sorted(notes))
+        for kind, name in sorted(notes):
+            report.notes.setdefault(kind, collections.Counter())[name] += 1
     return report, items
 
 
@@ -1648,6 +1611,7 @@ ROLES = {
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
 CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fields at least
+MESSAGE_FIELDS = ("role", "from", *CONTENTS, "function_call", "weight", "train", "loss")
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
 LOSSES = (
@@ -1683,27 +1647,18 @@ def message_role(value):
     return ROLES.get(str(name).strip().lower())
 
 
-def parsed_messages(name, text):
-    """Return the messages that the text of a field has as JSON, or else the text.
-
-    All of them have known roles. Those of an answer end with the assistant's: other JSON is what
-    the answer says.
-    """
-    if text.lstrip().startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(text)
-            roles = [*map(message_role, value)]
-            if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
-                return value
-    return text
-
-
 def given_fields(row):
-    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text."""
+    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text.
+
+    All messages of such a text have known roles. Those of an answer end with the assistant's: other
+    JSON is what the answer says.
+    """
     given = {name: value for name, value in row.items() if value is not None}
-    for name in ("prompt", "completion", "chosen", "rejected"):
-        if isinstance(given.get(name), str):
-            given[name] = parsed_messages(name, given[name])
+    for name in given.keys() & {"prompt", "completion", "chosen", "rejected"}:
+        messages = parsed_json(given[name])
+        roles = [*map(message_role, messages)] if isinstance(messages, list) else []
+        if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
+            given[name] = messages
     return given
 
 
@@ -1716,8 +1671,7 @@ def text_of(row, *names):
     if name is None:
         raise RowError(f"missing field {' or '.join(map(repr, names))}")
     value = row[name]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and abs(value) < math.inf:
+    if type(value) in (int, float) and abs(value) < math.inf:
         value = json.dumps(value)
     if not isinstance(value, str):
         raise RowError(f"field {name!r} is no text")
@@ -1725,15 +1679,15 @@ def text_of(row, *names):
 
 
 def parsed_list(row, name):
-    """Return the list in a field; some data sets write it as JSON text. Raises RowError."""
-    value = row[name]
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
+    """Return the objects in a field: a list, one alone, or none; some data sets write JSON text.
+
+    Raises RowError.
+    """
+    value = parsed_json(row.get(name) or [])
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RowError(f"field {name!r} is no list of {name}")
+        raise RowError(f"field {name!r} is no list of objects")
     return value
 
 
@@ -1742,33 +1696,32 @@ def json_text(value):
     return checked_text(json.dumps(value, ensure_ascii=False))
 
 
-def is_false(flag):
-    """Return whether a flag of a row is 0 or false, or a text that says so."""
-    return str(flag).lower() in ("0", "0.0", "false")
+FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def flags_of(fields, *names):
+    """Return those of these fields of a row or message that say yes or no: name -> True or False."""
+    flags = {name: FLAGS.get(str(fields[name]).lower()) for name in names if name in fields}
+    return {name: flag for name, flag in flags.items() if flag is not None}
 
 
 def kto_flags(row):
     """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
 
-    0, 1 and a `label` that is a text say so beside `completion` alone, as TRL has it. Elsewhere they
-    may be a class.
+    A `label` that is a number or a text says so beside `completion` alone, as TRL has it. Elsewhere
+    it may be a class.
     """
-    words = {"true": True, "false": False}
-    names = ["label", "kto_tag"]
-    if "completion" in row:
-        words |= {"1": True, "1.0": True, "0": False, "0.0": False}
-    elif not isinstance(row.get("label"), bool):
-        names.remove("label")
-    flags = {name: words.get(str(row.get(name)).lower()) for name in names}
-    return {name: flag for name, flag in flags.items() if flag is not None}
+    if "completion" in row or isinstance(row.get("label"), bool):
+        return flags_of(row, "label", "kto_tag")
+    return flags_of(row, "kto_tag")
 
 
 def is_unlearned(fields):
-    """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned."""
-    flags = [fields.get("weight"), fields.get("train")]
-    # Of a row, `loss` may be a number that somebody measured.
-    flags.append(fields["loss"] if isinstance(fields.get("loss"), bool) else None)
-    return any(map(is_false, flags))
+    """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned.
+
+    Of a row, `loss` may be a number that somebody measured.
+    """
+    return fields.get("loss") is False or False in flags_of(fields, "weight", "train").values()
 
 
 def note_fields(fields, known, prefix, notes):
@@ -1797,13 +1750,13 @@ def joined_parts(parts):
     texts = {"text": "", "thinking": ""}
     for part in parts:
         if isinstance(part, str):
-            part = {"type": "text", "text": part}
+            part = {"text": part}
         if not isinstance(part, dict):
             raise RowError("a part of a content is no text")
-        kind = str(part.get("type", "text"))
-        kind = kind.removeprefix("input_").removeprefix("output_")  # of OpenAI's Responses
+        # OpenAI's Responses have the prefixes.
+        kind = str(part.get("type", "text")).removeprefix("input_").removeprefix("output_")
         if kind not in texts:
-            raise RowError(f"part of type {part['type']!r:.30}, which is not written")
+            raise RowError(f"part of type {kind!r:.30}, which is not written")
         texts[kind] += text_of(part, kind)
     return texts["text"], texts["thinking"]
 
@@ -1811,22 +1764,15 @@ def joined_parts(parts):
 def tool_calls(message):
     """Return the calls of a message as transformers has them, arguments parsed. Raises RowError."""
     calls = []
-    for name in ("function_call", "tool_calls"):
-        if message.get(name):
-            calls += parsed_list(message, name)
-    nested = []
-    for call in calls:
+    for call in parsed_list(message, "function_call") + parsed_list(message, "tool_calls"):
         if "function" not in call:
             call = {"type": "function", "function": call}
         function = call["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError("a tool call without a name")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
-        nested.append({**call, "function": {**function, "arguments": arguments}})
-    return nested
+        arguments = parsed_json(function.get("arguments") or {})
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
 
 
 def own_text(content, thoughts, calls):
@@ -1847,61 +1793,53 @@ def message_turn(message, notes):
     `train` is False if it is not learned. Raises RowError.
     """
     given = {name: value for name, value in message.items() if value not in (None, [], {})}
-    name = text_of(given, "role", "from")
-    role = ROLES.get(name.strip().lower())
-    if role is None:
+    name = text_of(given, "role", "from").strip().lower()
+    if name not in ROLES:
         raise RowError(f"unknown role {name!r:.30}")
     refuse_media(given)
     content = message.get("content", message.get("value"))
-    if name.strip().lower() in CALL_ROLES:  # of ShareGPT: the text is a call
+    if name in CALL_ROLES:  # of ShareGPT: the text is a call
         with contextlib.suppress(RowError):
             given["tool_calls"] = parsed_list({"tool_calls": content}, "tool_calls")
             content = None
     calls = tool_calls(given)
-    thought_name = next((name for name in THOUGHTS if given.get(name)), THOUGHTS[0])
-    thoughts = text_of(given, thought_name) if given.get(thought_name) else ""
+    thoughts = next((text_of(given, name) for name in THOUGHTS if given.get(name)), "")
     if isinstance(content, list):
         content, more_thoughts = joined_parts(content)
         thoughts += more_thoughts
     elif content is not None or not (calls or thoughts):
         content = text_of(given, "content", "value")
-    fields = {}
+    fields = {name: value for name, value in given.items() if name not in MESSAGE_FIELDS}
     if thoughts:  # which name a template knows them by differs
-        fields |= dict.fromkeys((thought_name, *THOUGHTS), thoughts)
+        fields |= dict.fromkeys(THOUGHTS, thoughts)
     if calls:
         fields["tool_calls"] = calls
-    if name.strip().lower() in TOOL_ROLES:
+    if name in TOOL_ROLES:
         fields["role"] = "tool"
     if is_unlearned(given):
         fields["train"] = False
     elif given.get("weight", 1) != 1:
         notes.add(("not used", "weight"))
-    read = ("role", "from", *CONTENTS, "weight", "train", "loss", "function_call")
-    fields |= {name: value for name, value in given.items() if name not in (*read, *fields)}
     text = own_text(content, thoughts, calls)
-    return (role, text, {"content": content, **fields}) if fields else (role, text)
+    return (ROLES[name], text, {"content": content, **fields}) if fields else (ROLES[name], text)
 
 
 def listed_turns(row, name, notes):
-    """Return the turns in a field, a list of messages. Raises RowError."""
-    messages = row[name]
-    if isinstance(messages, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            messages = json.loads(messages)
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-        raise RowError(f"field {name!r} is no list of messages")
-    return [message_turn(message, notes) for message in messages]
+    """Return the turns in a field of messages. Raises RowError."""
+    return [message_turn(message, notes) for message in parsed_list(row, name)]
 
 
-def field_turns(row, role, notes, *names):
-    """Return the turns in the first of these fields: messages, or a text, which is a turn of `role`."""
-    name = next((name for name in names if row.get(name) is not None), None)
+def field_turns(row, role, notes, name, *more):
+    """Return the turns in a field: messages, or a text, which is a turn of `role`.
+
+    The texts in `more` fields belong to that text.
+    """
     value = row.get(name)
-    if isinstance(value, dict) and {"role", "from"} & {*value}:
-        return [message_turn(value, notes)]
-    if isinstance(value, list) or name in CONVERSATIONS:
+    is_message = isinstance(value, dict) and not {"role", "from"}.isdisjoint(value)
+    if is_message or isinstance(value, list) or name in CONVERSATIONS:
         return listed_turns(row, name, notes)
-    return [(role, text_of(row, *names))]
+    texts = [text_of(row, part) for part in (name, *more)]
+    return [(role, "\n\n".join(filter(None, texts)))]
 
 
 def tools_turn(tools):
@@ -1918,13 +1856,11 @@ def leading_turns(row, turns):
             turn = ("<|system|>", text_of(row, name))
             turns = turns if turns[:1] == [turn] else [turn, *turns]
             break
-    for name in ("tools", "functions"):
-        tools = parsed_list(row, name) if row.get(name) else []
-        if name == "functions":
-            tools = [{"type": "function", "function": tool} for tool in tools]
-        if tools:
-            return [tools_turn(tools), *turns]
-    return turns
+    tools = parsed_list(row, "tools")
+    if not tools:
+        functions = parsed_list(row, "functions")
+        tools = [{"type": "function", "function": function} for function in functions]
+    return [tools_turn(tools), *turns] if tools else turns
 
 
 def history_turns(row, notes):
@@ -1932,18 +1868,16 @@ def history_turns(row, notes):
     history = row.get("history") or []
     if not isinstance(history, list):
         raise RowError("field 'history' is no list")
-    if history and isinstance(history[0], dict):
-        return listed_turns(row, "history", notes)
-    turns = []
-    for pair in history:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError("field 'history' is no list of pairs")
-        texts = dict(zip(("question", "answer"), pair, strict=True))
-        turns += [
-            ("<|user|>", text_of(texts, "question")),
-            ("<|assistant|>", text_of(texts, "answer")),
-        ]
-    return turns
+    messages = []
+    for item in history:
+        if isinstance(item, list) and len(item) == 2:
+            messages.append({"role": "user", "content": item[0]})
+            messages.append({"role": "assistant", "content": item[1]})
+        elif isinstance(item, dict):
+            messages.append(item)
+        else:
+            raise RowError("field 'history' is no list of pairs or messages")
+    return listed_turns({"history": messages}, "history", notes)
 
 
 def question_turns(row, notes):
@@ -1956,15 +1890,12 @@ def question_turns(row, notes):
     names = [name for name in QUESTIONS if name in row]
     filled = [name for name in names if not is_blank(row[name])]
     question = [*filled, *names, "prompt"][0]
-    turns = field_turns(row, "<|user|>", notes, question)
-    used = [question, "history"]
+    used = [question]
     is_part = question in ("instruction", "question", "input")
     if is_part and not isinstance(row[question], list | dict):
-        more = [name for name in ("input", "context") if row.get(name) and name != question]
-        texts = [text_of(row, name) for name in (question, *more)]
-        turns = [("<|user|>", "\n\n".join(filter(None, texts)))]
-        used += more
-    return [*history_turns(row, notes), *turns], used
+        used += [name for name in ("input", "context") if row.get(name) and name != question]
+    turns = field_turns(row, "<|user|>", notes, *used)
+    return [*history_turns(row, notes), *turns], [*used, "history"]
 
 
 # === end: turns ===
@@ -1983,23 +1914,17 @@ def turn_form(turn, null, is_text, tool_role):
     null: the content of a message that has none. is_text: whether arguments are JSON text.
     tool_role: the role of a tool's result.
     """
-    role, text, *fields = turn
-    if not fields:
-        return turn
-    message = dict(*fields)
-    if message["content"] is None:
-        message["content"] = null
-    if message.get("role") == "tool":
-        message["role"] = tool_role
-    calls = []
-    for call in message.get("tool_calls", []):
-        arguments = call["function"]["arguments"]
-        if is_text and not isinstance(arguments, str):
-            arguments = json_text(arguments)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    if calls:
-        message["tool_calls"] = calls
-    return role, text, message
+    role, text, *fields = copy.deepcopy(turn)
+    for message in fields:
+        if message["content"] is None:
+            message["content"] = null
+        if message.get("role") == "tool":
+            message["role"] = tool_role
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            if is_text and not isinstance(function["arguments"], str):
+                function["arguments"] = json_text(function["arguments"])
+    return role, text, *fields
 
 
 def writes(text, content):
@@ -2023,29 +1948,24 @@ def is_rendered(text, turns):
 
 
 def templated_turns(tokenizer, turns):
-    """Return turns in the form that the chat template of an imported model writes. Raises UserError.
+    """Return turns in the form that the chat template of an imported model writes.
 
     Templates differ in what they want of a message without text, as the arguments of a call, and as
-    the role of a tool's result: the first form counts that loses none of them.
+    the role of a tool's result: the first form counts that loses none of them. Turns that a template
+    refuses in every form stay as they are.
     """
     if not any(fields for _, _, *fields in turns):
         return turns
-    written = []
+    first = None  # of the forms that the template does not refuse
     for form in itertools.product(("", None), (False, True), ("tool", "user")):
         formed = [turn_form(turn, *form) for turn in turns]
-        try:
-            text = chat_text(tokenizer, formed, False)
-        except UserError as error:
-            fault = error
-            continue
-        if is_rendered(text, turns):
-            return formed
-        written.append(formed)
-        if formed == turns:
-            break
-    if not written:
-        raise fault
-    return written[0]
+        with contextlib.suppress(UserError):
+            if is_rendered(chat_text(tokenizer, formed, False), turns):
+                return formed
+            first = first or formed
+            if formed == turns:
+                break
+    return first or turns
 
 
 def note_rendered(tokenizer, turns, notes):
@@ -2063,35 +1983,41 @@ def note_rendered(tokenizer, turns, notes):
         notes.add(("already has chat tokens, should be messages", name))
 
 
+def is_written(tokenizer, turns, text):
+    """Return whether a template writes what these turns lack: without it the text is another one, or
+    the template refuses them, as Mistral's does a tool's result without its id.
+    """
+    try:
+        return chat_text(tokenizer, turns, False) != text
+    except UserError:
+        return True
+
+
 def fitted_turns(tokenizer, turns, notes):
     """Return turns in the form that the tokenizer's layout has; notes get the fields that it lacks.
 
     Raises UserError where a chat template refuses the conversation.
     """
-    if "template" in tokenizer.facts:
+    has_template = "template" in tokenizer.facts
+    if has_template:
         note_rendered(tokenizer, turns, notes)
     fields = {}
     for _, _, *more in turns:
         fields |= dict(*more)
-    names = [name for name in fields if name not in ("role", "content", "train", *THOUGHTS)]
-    if "template" not in tokenizer.facts or not turns[0][0]:
-        others = dict(fields)
-        note_fields(
-            others, ("role", "content", "train", "tool_calls", *THOUGHTS), "message.", notes
-        )
+    written = ["role", "content", "train", "tool_calls", *THOUGHTS]
+    if not has_template or not turns[0][0]:
+        note_fields(fields, written, "message.", notes)
         return turns
     turns = templated_turns(tokenizer, turns)
     text = chat_text(tokenizer, turns, False)
-    lost = []
-    for name in names:
-        if chat_text(tokenizer, [without(turn, name) for turn in turns], False) == text:
-            lost.append(name)
-    note_fields({name: fields[name] for name in lost}, ("tool_calls",), "message.", notes)
+    for name in fields.keys() - {*written}:
+        if is_written(tokenizer, [without(turn, name) for turn in turns], text):
+            written.append(name)
+    note_fields(fields, written, "message.", notes)
     for role, content, *more in turns:
         name = dict(*more).get("role", role.strip("<|>"))
-        if name == "tools":
-            rest = [turn for turn in turns if dict(*turn[2:]).get("role") != "tools"]
-            if chat_text(tokenizer, rest, False) == text:
+        if name == "tools":  # the first turn, see leading_turns
+            if not is_written(tokenizer, turns[1:], text):
                 notes.add(("not written", "tools"))
         elif role != "<|assistant|>" and not writes(text, content):
             notes.add(("not written", f"a turn of the {name}"))
@@ -2167,7 +2093,7 @@ def check_answer(tokenizer, turns, text):
     if not message.get("train", True):
         return
     content = message.get("content")
-    if message and content and content.strip() not in text:
+    if content and content.strip() not in text:
         raise RowError(
             "the chat template does not write the text of an answer with calls or thoughts"
         )
@@ -2218,9 +2144,7 @@ def spoken_turns(text):
     """Return a text of HH-RLHF, in which Human: and Assistant: begin turns, as messages."""
     parts = re.split(r"\n\n(Human|Assistant):", text)
     pairs = zip(parts[1::2], parts[2::2], strict=True)
-    return [
-        {"role": role.replace("Human", "user"), "content": said.strip()} for role, said in pairs
-    ]
+    return [{"role": role, "content": said.strip()} for role, said in pairs]
 
 
 def pair_fields(row):
@@ -2236,7 +2160,7 @@ def pair_fields(row):
     if "chosen" not in row and (kto_flags(row) or "labels" in row):
         raise RowError("answers with labels, which no script reads; must be chosen and rejected")
     texts = [row.get(name) for name in ("chosen", "rejected")]
-    has_prompt = not {*QUESTIONS, *CONVERSATIONS}.isdisjoint(row)
+    has_prompt = not {*QUESTIONS}.isdisjoint(row)
     if has_prompt or not all(isinstance(text, str) for text in texts):
         return row
     if all(text.startswith("\n\nHuman:") for text in texts):
@@ -2441,7 +2365,7 @@ class GPTConfig:
 
     vocab_size: int
     bos_id: int  # the first token of a document; nothing sees what comes before it
-    layers: str  # one word per layer: g, s or a, see GPT
+    layers: str  # one word per layer: g, s or a, see make_mixer and GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
     context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
@@ -2517,20 +2441,13 @@ def rms_norm(x, eps=0.0):
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
-def register(name, form, shapes, backward=None, keep=None):
-    """Return a form as an operator, which torch.compile calls and does not trace.
+def l2_norm(x):
+    """Return x over its length in the last dimension, at least in float32.
 
-    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    A key longer than 1 lets GDN's state grow. Without the epsilon a key of zeros would get
+    gradients of 1e12.
     """
-    if not hasattr(torch.ops.underpar, name):
-        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
-        registered.register_fake(shapes)
-        if backward:
-            registered.register_autograd(backward, setup_context=keep)
-    return getattr(torch.ops.underpar, name).default
+    return x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6)
 
 
 # Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
@@ -2552,11 +2469,10 @@ class Norm(nn.Module):
 
     def forward(self, x):
         """Return x (..., dim) normed, in its own dtype."""
-        if self.weight is None:
-            return rms_norm(x, self.eps)
-        if self.bias is None:
-            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
-        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        if self.bias is not None:
+            return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        scale = None if self.weight is None else self.weight + self.offset
+        return scaled(rms_norm(x, self.eps), scale)
 
 
 def split_chunks(x, chunk):
@@ -2574,13 +2490,12 @@ def refuse_second_derivative(grad):
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
 
-def unit_inverse(a):
-    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+def unit_inverse(a, eye):
+    """Return the inverse of lower triangular matrices a (..., C, C) with ones on the diagonal.
 
     Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
-    are correlated.
+    are correlated. eye (C, C) is the unit matrix.
     """
-    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
     with torch.no_grad():
         inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
     # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
@@ -2639,13 +2554,13 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
     below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
     kb = beta * k
-    inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
-    p = ((q @ k.mT) * (below + eye)).to(dtype)
+    inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
+    p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
     w = inverse @ (kb * grow).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
     eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+    factors = grow[..., -1:, :] * eye - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
@@ -2654,20 +2569,24 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     return o[:, :t], states[-1].view_as(state)
 
 
-def short_conv(x, weight, doc):
+def shifted(x, back):
+    """Return what x (B, CONV_TAPS-1 + T, ...) has `back` places before each of its last T tokens."""
+    return x[:, CONV_TAPS - 1 - back : x.size(1) - back]
+
+
+def short_conv(x, weight, doc, heads):
     """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
-    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
+    x (B, CONV_TAPS-1 + T, C), weight (CONV_TAPS, C), doc (B, CONV_TAPS-1 + T); the result is
+    (B, T, heads, C / heads). Shifted sums beat F.conv1d(groups=C) on a CPU, and a tap that would
+    reach into another document can be zero.
     """
-    reach = len(weight) - 1
     weight = weight.to(x.dtype)
-    y = x[:, reach:] * weight[reach]
-    for tap in reversed(range(reach)):
-        before = slice(tap, tap - reach)  # the tokens that this tap reads
-        same_doc = doc[:, before] == doc[:, reach:]
-        y = y + x[:, before] * weight[tap] * same_doc[..., None]
-    return F.silu(y)
+    y = shifted(x, 0) * weight[-1]
+    for back in range(1, CONV_TAPS):
+        same_doc = shifted(doc, back) == shifted(doc, 0)
+        y = y + shifted(x, back) * weight[-1 - back] * same_doc[..., None]
+    return F.silu(y).unflatten(-1, (heads, -1))
 
 
 class GatedDeltaNet(nn.Module):
@@ -2701,30 +2620,42 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
-        T = x.size(1)
         qkvg = context.project(x, self.w_qkvg)
         # Split once, so that the gradients are written once; and three convolutions, so that the
         # compiler joins each with the norm that reads it.
         q, k, v, *gate = qkvg.split(self.splits, dim=-1)
-        taps = self.conv.split(self.splits[:3], dim=1)
-        q, k, v = map(short_conv, (q, k, v), taps, 3 * [context.doc])
-        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
-        v = v.unflatten(-1, (self.heads, -1))
-        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
-        # zeros would get gradients of 1e12.
-        q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
+        q_taps, k_taps, v_taps = self.conv.split(self.splits[:3], dim=1)
+        q = l2_norm(short_conv(q, q_taps, context.doc, self.key_heads))  # (B, T, H, K)
+        k = l2_norm(short_conv(k, k_taps, context.doc, self.key_heads))
+        v = short_conv(v, v_taps, context.doc, self.heads)
         q = q.to(v.dtype) * q.size(-1) ** -0.5
         if self.key_heads < self.heads:
             q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        begins_document = context.doc[:, -T:] != context.doc[:, -T - 1 : -1]
+        begins_document = shifted(context.doc, 0) != shifted(context.doc, 1)
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
         o = context.recur(q, k.to(v.dtype), v, g, torch.sigmoid(b))
         o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if gate:
-            o = o * F.silu(gate[0][:, -T:])
+            o = o * F.silu(shifted(gate[0], 0))
         return linear(o, self.w_o)
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
 
 
 def rotary_factors(rates, scaling):
@@ -2826,7 +2757,8 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             kind = config.norms.split()[-1]
-            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
+            self.q_norm = Norm(kind, width, config.norm_eps)
+            self.k_norm = Norm(kind, width, config.norm_eps)
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
@@ -2888,7 +2820,7 @@ class Context:
         """Return attention (B, H, T, D); shapes as in `attend`."""
         if self.borders is not None:
             return FAST["attention"](q, k, v, self.borders, window)
-        return attend(q, k, v, self.doc[:, CONV_TAPS - 1 :], window)
+        return attend(q, k, v, shifted(self.doc, 0), window)
 
 
 def init_wave(units):
@@ -2911,8 +2843,8 @@ def oscillate(x, wave):
 class MLP(nn.Module):
     """Two matrices around an activation.
 
-    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
-    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`.
+    Matrices of its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
     adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
@@ -2954,7 +2886,10 @@ class MLP(nn.Module):
         return linear(h, self.w_down)
 
     def voltage(self, h):
-        """Return the voltages (B, T, hidden) in (0, 1) of hidden units; above BIO_THRESHOLD is an event."""
+        """Return the voltages (B, T, hidden), in (0, 1), of hidden units.
+
+        A voltage above BIO_THRESHOLD is an event.
+        """
         return torch.sigmoid(linear(h, self.w_gate))
 
     def sparse_events(self, h):
@@ -2995,8 +2930,21 @@ class Block(nn.Module):
 def softcap(logits, cap):
     """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
     logits = widened(logits)
-    # tanh itself takes a CPU twice as long.
-    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+    if not cap:
+        return logits
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap  # tanh itself takes a CPU twice as long
+
+
+def make_mixer(config, word):
+    """Return what mixes the tokens in a layer, given the layer's word in GPTConfig.layers."""
+    kind = word[0].lower()
+    if kind == "g":
+        return GatedDeltaNet(config)
+    if kind == "s":
+        return Attention(config, config.attn_window)
+    if kind == "a":
+        return Attention(config, FULL_WINDOW)
+    raise ValueError(f"layers: {word!r} is no kind of layer")
 
 
 class GPT(nn.Module):
@@ -3014,8 +2962,9 @@ class GPT(nn.Module):
             raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        is_tied = config.tie_embeddings
-        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -3026,9 +2975,6 @@ class GPT(nn.Module):
             self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
-        for word in words:
-            if word[0].lower() not in "gsa":
-                raise ValueError(f"layers: {word!r} is no kind of layer")
         if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
@@ -3040,9 +2986,7 @@ class GPT(nn.Module):
             mixer_name = word if word[1:] else place
             block_name = word if word.isupper() else place
             if mixer_name not in mixers:
-                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
-                is_gdn = word[0] in "gG"
-                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+                mixers[mixer_name] = make_mixer(config, word)
             if block_name not in blocks:
                 blocks[block_name] = Block(config, norm)
             self.layers.append((blocks[block_name], mixers[mixer_name]))
@@ -3070,15 +3014,12 @@ class GPT(nn.Module):
         be a sparse tensor, which torch.compile cannot make. This is BigramHashEmbedding of Parameter
         Golf, with triples.
         """
-        recent = context.recent
-        doc = context.doc
-        reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
-        key = 36313 * recent[:, reach:]
+        key = 36313 * shifted(context.recent, 0)
         places = []
         for back, factor in ((1, 27191), (2, 51647)):
-            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            same_doc = shifted(context.doc, back) == shifted(context.doc, 0)
+            before = shifted(context.recent, back).where(same_doc, self.config.bos_id)
             key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
         places = torch.stack(places, -1)
@@ -3194,16 +3135,13 @@ def merge_lora(model):
     for param in model.parameters():
         param.data = widened(param.data)
     for module in list(model.modules()):
-        if not parametrize.is_parametrized(module):
-            continue
-        weights = {name: part.original for name, part in module.parametrizations.items()}
-        for name, weight in weights.items():
-            weight.copy_(getattr(module, name))
-        # torch's own removal changes the class, which copies of the module share.
-        module.__class__ = type(module).__base__
-        del module.parametrizations
-        for name, weight in weights.items():
-            setattr(module, name, weight)
+        if parametrize.is_parametrized(module):
+            adapted = module.parametrizations
+            # torch's own removal changes the class, which copies of the module share.
+            module.__class__ = type(module).__base__
+            del module.parametrizations
+            for name, part in adapted.items():
+                setattr(module, name, part.original.copy_(part()))
     return model
 
 
@@ -3292,11 +3230,8 @@ def dequantize(codes, scale):
     return codes.float() * scale[..., None]
 
 
-class RansCoder:
-    """Codes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place.
-
-    Range ANS is a stack: what is to be decoded first is encoded last.
-    """
+class RansDecoder:
+    """Decodes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place."""
 
     def __init__(self, states, tables):
         """tables uint16 (K, 256), made by rans_table. Raises ArtifactError if one is not whole."""
@@ -3304,31 +3239,15 @@ class RansCoder:
         self.states = states
         # The low 14 bits of a state are a slot. A symbol has as many slots as its frequency says.
         # Slots are numbered through all tables, and `first` is a symbol's first one.
-        self.frequency = tables.astype(np.uint32).reshape(-1)
-        self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
-        # Of each slot, `steps` has the frequency of its symbol in the upper 16 bits and the slot's
-        # place among those of the symbol in the lower: one look-up is 1.5 times as fast as two.
-        slots = np.arange(self.frequency.sum(), dtype=np.uint32)
-        places = slots - np.repeat(self.first, self.frequency)
-        self.steps = np.repeat(self.frequency << 16, self.frequency) | places
-        symbols = np.arange(len(self.frequency)).astype(np.uint8)
-        self.symbols = np.repeat(symbols, self.frequency)
-
-    def encode(self, pairs):
-        """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
-        frequency = self.frequency.take(pairs)
-        start = self.first.take(pairs) % RANS_TOTAL
-        lanes = len(self.states)
-        chunks = [np.empty(0, np.uint16)]
-        for begin in reversed(range(0, len(pairs), lanes)):
-            f = frequency[begin : begin + lanes]
-            x = self.states[: len(f)]  # a view; the last symbols may need only some of the lanes
-            full = x >= f << (32 - RANS_BITS)
-            chunks.append(x[full].astype(np.uint16))
-            x[full] >>= 16
-            # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
-            x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
-        return np.concatenate(chunks[::-1])
+        frequency = tables.astype(np.uint32).reshape(-1)
+        first = np.cumsum(frequency, dtype=np.uint32) - frequency
+        # `owners` has table << 8 | symbol of each slot. `steps` has the frequency of a slot's symbol
+        # in the upper 16 bits and the slot's place among those of the symbol in the lower: one
+        # look-up is 1.5 times as fast as two.
+        owners = np.repeat(np.arange(len(frequency)), frequency)
+        places = np.arange(len(owners), dtype=np.uint32) - first[owners]
+        self.steps = frequency[owners] << 16 | places
+        self.symbols = owners.astype(np.uint8)
 
     def decode(self, tables, words):
         """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
@@ -3369,7 +3288,10 @@ def unzip(frame, limit, source):
 
 def read_artifact_header(data):
     """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    require(
+        data.startswith(ARTIFACT_MAGIC),
+        "is no underpar artifact; a model is a run, a checkpoint or an artifact",
+    )
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version in READABLE_VERSIONS, f"version {version}, this code reads 9 and 10")
     is_whole = hashlib.sha256(memoryview(data)[:-32]).digest() == data[-32:]
@@ -3408,9 +3330,9 @@ def decode_artifact(data):
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
-    dtypes = [array.dtype for array in (states, tables, sizes)]
+    dtypes = [states.dtype, tables.dtype, sizes.dtype]
     require(dtypes == ["<u4", "<u2", "|u1"], "the coder's streams are not u32, u16 and u8")
-    coder = RansCoder(states, tables.reshape(97, 256))
+    decoder = RansDecoder(states, tables.reshape(97, 256))
     codes_in_words = 0
     tensors = {}
     coded = {}
@@ -3425,7 +3347,7 @@ def decode_artifact(data):
             ends = [height, height + math.prod(width)]
             rows, columns, sizes = np.split(sizes, ends)
             contexts = np.add.outer(rows, columns).reshape(-1)
-            array = coder.decode(contexts, array).view(np.int8)
+            array = decoder.decode(contexts, array).view(np.int8)
         values = torch.from_numpy(array).view(shape)
         if array.dtype == np.int8:
             scale = torch.tensor([record["scale"]], dtype=torch.float16)
@@ -3468,93 +3390,86 @@ CHANGED_COPY = (
 MAX_LAYERS = 1024  # bounds the time that a forged file can take
 
 
-def stored_shape(meta):
-    """Return the shape of the network in a checkpoint, of its meta.json.
-
-    Older checkpoints have it among the identity of their run, whose other values are left out.
-    """
-    identity = meta.get("identity", {})
-    # In the order of the fields: an artifact's header has it, and the same input gives the same bytes.
-    names = [name for name in GPTConfig.__dataclass_fields__ if name in identity]
-    return meta.get("shape") or {name: identity[name] for name in names}
-
-
-def require_weights(tensors):
-    """Raise ArtifactError unless the content of a model.pt is name -> tensor of weights."""
-    require(isinstance(tensors, dict), "model.pt has no names of tensors")
-    for name, tensor in tensors.items():
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_nested
-        # PyTorch has few operations for floats of 8 bits.
-        is_weight = is_plain and tensor.is_floating_point() and tensor.element_size() > 1
-        require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
-
-
-def checked_config(shape, source):
+def checked_config(shape):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    Raises ArtifactError, which names the source, for a field that is unknown or has a wrong value.
+    Any error if a field is unknown or has a wrong value.
     """
-    kinds = {one.name: one.type for one in fields(GPTConfig)}
-    with one_line(source):
-        check_json(shape, {}, "its settings")
-    for name in shape:
+    kinds = {one.name: one.type for one in fields(GPTConfig)} | {"rope_scaling": [float]}
+    require(
+        shape,
+        "has no settings of its network; a version before 2026-11-27 wrote it: use the script in the "
+        "log of its run",
+    )
+    check_json(shape, dict, "its settings")
+    for name, value in shape.items():
         require(
             name in kinds,
-            f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
+            f"has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
         )
-    with one_line(source):
-        check_json(shape, {name: kinds[name] for name in shape}, "its settings")
-    for name, value in shape.items():
+        check_json(value, kinds[name], f"its settings.{name}")
         is_small = type(value) is not int or value < 1 << 31
-        require(is_small, f"{source} has {name}={value!r:.30}: must be below 2**31")
-    scaling = shape.get("rope_scaling") or []
-    are_numbers = all(type(one) in (int, float) for one in scaling)
-    is_right = len(scaling) in (0, 4) and are_numbers
-    require(is_right, f"{source} has rope_scaling={scaling!r:.80}: must be 4 numbers")
-    count = 1 + str(shape.get("layers")).count(" ")
-    require(count <= MAX_LAYERS, f"{source} has more than {MAX_LAYERS} layers")
-    with one_line(f"{source} lacks a field of its network's settings"):
-        return GPTConfig(**shape)
+        require(is_small, f"has {name}={value!r:.30}: must be below 2**31")
+    with one_line("lacks a field of its network's settings"):
+        config = GPTConfig(**shape)
+    scaling = config.rope_scaling
+    require(len(scaling) in (0, 4), f"has rope_scaling={scaling!r:.80}: must be 4 numbers")
+    require(
+        len(config.layers.split()) <= MAX_LAYERS, f"its network has more than {MAX_LAYERS} layers"
+    )
+    return config
 
 
-def empty_network(config, source):
+def empty_network(config):
     """Return a network without memory (device meta). ArtifactError if the config has no network."""
-    with one_line(f"{source} has settings that make no network"), torch.device("meta"):
+    with one_line("has settings that make no network"), torch.device("meta"):
         return GPT(config)
 
 
-def check_tensors(network, tensors, source):
+def check_weights(tensors):
+    """Raise any error unless these are name -> tensor of finite floats, which the file has in full."""
+    for name, tensor in tensors.items():
+        with one_line(f"tensor {name!r:.80}"):
+            # PyTorch has few operations for floats of 8 bits.
+            is_float = tensor.is_floating_point() and tensor.element_size() > 1
+            require(is_float, f"is no tensor of weights, but of {tensor.dtype}")
+            # An expanded tensor of a forged file has few bytes and any number of weights.
+            size = tensor.numel() * tensor.element_size()
+            require(size <= tensor.untyped_storage().nbytes(), "has fewer weights than its shape")
+            # A float64 may be beyond float32's range, in which the network is.
+            low_and_high = torch.stack(tensor.aminmax()).float()
+            require(
+                low_and_high.isfinite().all(),
+                "has NaN or infinite weights; take a model or a checkpoint from before they arose",
+            )
+
+
+def shape_of(tensors, name):
+    """Return the shape of a tensor, or "missing"."""
+    return list(tensors[name].shape) if name in tensors else "missing"
+
+
+def check_tensors(network, tensors):
     """Raise ArtifactError unless the tensors are those of the network by name and shape."""
     expected = network.state_dict()
-    for name in tensors:
+    for name in {**tensors, **expected}:
+        shape = shape_of(tensors, name)
+        wanted = shape_of(expected, name)
         require(
-            name in expected,
-            f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}",
-        )
-    for name, param in expected.items():
-        require(
-            name in tensors,
-            f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}",
-        )
-        shape = tuple(tensors[name].shape)
-        require(
-            shape == param.shape,
-            f"{source} has the tensor {name!r} of shape {shape}, which is {tuple(param.shape)} in "
-            f"this script; {CHANGED_COPY}",
+            shape == wanted,
+            f"the tensor {name!r:.80} is {shape}, and {wanted} in this script's network; "
+            f"{CHANGED_COPY}",
         )
 
 
-def check_finite(tensors, source):
-    """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
-    for name, tensor in tensors.items():
-        # A float64 may be beyond float32's range, in which the network is.
-        low_and_high = torch.stack(tensor.aminmax()).float()
-        require(
-            low_and_high.isfinite().all(),
-            f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
-            "checkpoint from before they arose",
-        )
+def fill_network(network, tensors):
+    """Give a network without memory these tensors as its weights, and return it. ArtifactError."""
+    check_tensors(network, tensors)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
+    return network
 
 
 # === end: rebuild ===
@@ -3572,16 +3487,15 @@ class Stored:
     sha256: str | None  # of the tokenizer; None: not known
 
     def read_tensors(self):
-        """Return the weights by name. Raises ArtifactError."""
+        """Return the weights by name. Any error if they are damaged."""
         if self.file.is_file():
-            with one_line(self.source):
-                return read_artifact(self.file)[1]
-        with one_line(f"{self.source} cannot be read"):
+            _, tensors, _ = read_artifact(self.file)
+        else:
             # The file's own pages are the weights: they are read once, and copied where they change.
             path = self.file / "model.pt"
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            require_weights(tensors)
-            return tensors
+        check_weights(tensors)
+        return tensors
 
 
 def read_stored(name, path):
@@ -3598,35 +3512,26 @@ def read_stored(name, path):
         raise UserError(f"{source}: first python convert.py import {path} runs/imported")
     if (file / "model.upar").is_file():
         file = file / "model.upar"
-    if file.is_file():
-        with one_line(f"{source}: must be a run, a checkpoint or an artifact; {file}"):
+    elif file.is_dir():
+        file, faults = newest_checkpoint(file)
+        if file is None:
+            reasons = "; ".join(faults)
+            raise UserError(f"{source}: neither model.upar nor a whole checkpoint; {reasons}")
+    source = f"{source}: {file}"
+    with one_line(source):
+        if file.is_file():
             header, _ = read_artifact_header(file.read_bytes())
-        tokenizer = file.parent / header["meta"]["tokenizer"]
-        config = checked_config(header["settings"], f"{source}: {file}")
-        return Stored(f"{source}: {file}", file, config, tokenizer, header["tokenizer_sha256"])
-    folder, faults = newest_checkpoint(file)
-    if folder is None:
-        raise UserError(f"{source}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
-    source = f"{source}: {folder}"
-    with one_line(f"{source} cannot be read"):
-        meta = json.loads((folder / "meta.json").read_bytes())
-        shape = stored_shape(meta)
-        sha256 = meta.get("identity", {}).get("tokenizer_sha256")
-    # The run's folder has the tokenizer's file under the name that the data have for it.
-    beside = [*folder.parent.glob("*.model"), *folder.parent.glob("*.tiktoken")]
-    tokenizer = (beside or [Path("bytes")])[0]
-    return Stored(source, folder, checked_config(shape, source), tokenizer, sha256)
-
-
-def fill_network(network, tensors, source):
-    """Give a network without memory these tensors as its weights, and return it. ArtifactError."""
-    check_tensors(network, tensors, source)
-    check_finite(tensors, source)
-    empty = dict(network.named_parameters())
-    network.load_state_dict(tensors, assign=True)
-    for name, param in network.named_parameters():
-        vars(param).update(vars(empty[name]))  # Muon's splits
-    return network
+            shape = header["settings"]
+            sha256 = header["tokenizer_sha256"]
+            tokenizer = file.parent / header["meta"]["tokenizer"]
+        else:
+            meta = json.loads((file / "meta.json").read_bytes())
+            shape = meta.get("shape")
+            sha256 = meta.get("identity", {}).get("tokenizer_sha256")
+            # The run's folder has the tokenizer's file under the name that the data have for it.
+            run = file.parent
+            tokenizer = [*run.glob("*.model"), *run.glob("*.tiktoken"), Path("bytes")][0]
+        return Stored(source, file, checked_config(shape), tokenizer, sha256)
 
 
 # === end: stored ===
@@ -3655,24 +3560,24 @@ def load_stored(stored):
             f"{stored.source} has {config.vocab_size} tokens, and the tokenizer beside it, "
             f"{tokenizer.file} with {tokenizer.vocab_size}, is another one than it was trained with"
         )
-    network = assemble(config, stored.read_tensors(), stored.source)
+    with one_line(stored.source):
+        network = assemble(config, stored.read_tensors())
     return network, tokenizer, str(stored.file)
 
 
-def assemble(config, tensors, source):
+def assemble(config, tensors):
     """Return the network whose weights are these tensors, with adapters and value head if any.
 
-    source: where they are from, for a UserError about tensors that are not the network's.
+    Any error if they are not the network's.
     """
-    network = empty_network(config, source)
-    adapters = [tensor for key, tensor in tensors.items() if key.endswith(".lora_a")]
-    ranks = [len(tensor) for tensor in adapters if tensor.ndim == 2]
+    network = empty_network(config)
+    ranks = [len(tensor) for name, tensor in tensors.items() if name.endswith(".lora_a")]
     with torch.device("meta"):  # takes no memory: the tensors become the weights
         if ranks:
             setup_lora_adapter(network, ranks[0])
         if "w_value" in tensors:
             add_value_head(network)
-    return fill_network(network, tensors, source)
+    return fill_network(network, tensors)
 
 
 def add_value_head(network):
@@ -4113,11 +4018,9 @@ USER_FOLDERS = []  # of the files that import_file has imported; sys.path begins
 
 
 class RewardFault(UserError):
-    """A fault of a user's file; `traceback` has the frames of the user's code."""
+    """A fault of a user's file."""
 
-    def __init__(self, message, traceback=""):
-        super().__init__(message)
-        self.traceback = traceback
+    traceback = ""  # frames of the user's code
 
 
 @dataclass
@@ -4140,7 +4043,9 @@ def exact_match(prompts, completions, answer):
 
 
 def file_fault(prefix, error):
-    """Return the RewardFault of an exception that a user's code raised."""
+    """Return the RewardFault of an exception that a user's code raised; raise a Ctrl-C again."""
+    if is_interrupt(error):
+        raise error
     frames = error.__traceback__
     while frames and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next
@@ -4152,7 +4057,9 @@ def file_fault(prefix, error):
     # The last frames and characters: recursion has 1000 frames, and a message may be of any length.
     lines = traceback.format_exception(type(error), error, frames, limit=-20)
     text = "".join(f"{line.rstrip():.2000}\n" for line in lines)
-    return RewardFault(f"{prefix} raised {name:.300}{place}", text[-10000:])
+    fault = RewardFault(f"{prefix} raised {name:.300}{place}")
+    fault.traceback = text[-10000:]
+    return fault
 
 
 def is_interrupt(error):
@@ -4169,13 +4076,12 @@ def first_on_path(folder):
     """A block in which `import` finds the files of a folder before all others, as it does for the
     file that Python runs. Afterwards the folder comes after those of earlier blocks.
     """
-    folder = str(folder)
     others = {}  # modules that have a name of a file in this folder
-    for path in Path(folder).glob("*"):
-        module = sys.modules.get(path.stem)
-        file = getattr(module, "__file__", None) or ""
-        if path.suffix == ".py" and file and Path(file).resolve() != path:
+    for path in folder.glob("*.py"):
+        file = getattr(sys.modules.get(path.stem), "__file__", None)
+        if file and Path(file).resolve() != path:
             others[path.stem] = sys.modules.pop(path.stem)
+    folder = str(folder)
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
@@ -4220,8 +4126,6 @@ def from_file(setting, spec, kind):
     try:
         module = import_file(path)
     except BaseException as error:  # sys.exit in a file must not end the run in silence
-        if is_interrupt(error):
-            raise
         fault = file_fault(f"{setting}={spec!r}: {path}", error)
         sys.stderr.write(fault.traceback)
         raise fault from None
@@ -4344,7 +4248,7 @@ def background_loop():
 
     def run():
         while True:
-            with contextlib.suppress(BaseException):  # sys.exit in a task stops the loop
+            with contextlib.suppress(BaseException):  # sys.exit in a task stops the loop; go on
                 loop.run_forever()
 
     threading.Thread(target=run, daemon=True).start()
@@ -4357,19 +4261,13 @@ def awaited(value):
         return value
 
     async def outcome():
-        try:
-            return await value, None
-        except BaseException as error:  # else sys.exit would stop the loop
-            return None, error
+        return await value
 
     future = asyncio.run_coroutine_threadsafe(outcome(), background_loop())
     try:
-        result, error = future.result()
+        return future.result()
     finally:
         future.cancel()  # after a time-out
-    if error is not None:
-        raise error
-    return result
 
 
 @contextlib.contextmanager
@@ -4384,8 +4282,6 @@ def reward_call(function, count, log, seconds):
     except RewardFault:
         raise
     except BaseException as error:  # sys.exit in a function must not end the run in silence
-        if is_interrupt(error):
-            raise
         raise file_fault(what, error) from None
     passed = time.perf_counter() - begin
     if passed > seconds:
@@ -4421,22 +4317,22 @@ def call_reward_functions(functions, rows, texts, log, seconds):
     completions; of a prompt in messages a function gets a list with a message, as in TRL. Async
     functions are awaited together. seconds: see reward_call. Raises RewardFault.
     """
-    values = {}
-    pending = []  # calls of async functions
+    values = {function.name: None for function in functions}
+    pending = []  # async functions
 
     async def finish(function, returned):
         with reward_call(function, len(texts), log, seconds):
             values[function.name] = reward_values(function.name, await returned, len(texts))
 
     async def finish_all():
-        await asyncio.gather(*itertools.starmap(finish, pending))
+        await asyncio.gather(*pending)
 
     for function in functions:
         with reward_call(function, len(texts), log, seconds):
             columns = reward_columns(rows, texts)  # each function has lists of its own
             returned = function.call(**taken_columns(function, columns))
             if inspect.isawaitable(returned):
-                pending.append((function, returned))
+                pending.append(finish(function, returned))
             else:
                 values[function.name] = reward_values(function.name, returned, len(texts))
     if pending:
@@ -4448,7 +4344,7 @@ def call_reward_functions(functions, rows, texts, log, seconds):
                     f"reward {name}: must be finite and below 1e15, or None, not {value} for the "
                     f"prompt {reprlib.repr(row['prompt'])}, completion {text!r:.80}"
                 )
-    return {function.name: values[function.name] for function in functions}
+    return values
 
 
 def weigh(functions, answers):
@@ -4624,7 +4520,10 @@ def system_turns(settings):
         return turns
     try:
         tools = parse_line(read_file(settings.tools).removeprefix(b"\xef\xbb\xbf"))
-        return [tools_turn(parsed_list({"tools": tools}, "tools")), *turns]
+        tools = parsed_list({"tools": tools}, "tools")
+        if not tools:
+            raise RowError("it has none")
+        return [tools_turn(tools), *turns]
     except RowError as error:
         raise UserError(
             f"TOOLS={settings.tools!r}: must be a JSON file with a list of tools; {error}"

@@ -16,7 +16,19 @@ import pytest
 
 import train_dpo as D
 import train_gpt as T
-from conftest import ROOT, TINY, Place, check_facts, environment, exit_code, read_json, start
+from conftest import (
+    ROOT,
+    TINY,
+    Child,
+    Place,
+    check_facts,
+    environment,
+    exit_code,
+    rank_environments,
+    read_json,
+    server,
+    start,
+)
 
 SCRIPT = ROOT / "train_gpt.py"
 FIELDS = {field.name: field for field in fields(T.Settings)}
@@ -171,7 +183,7 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(place):
     Within 1e-5 of a loss until the weights are quantized, from step 11 on; then
     within 2e-4 (measured: 2e-5): a weight at the edge of two codes may fall to either side.
     """
-    changes = dict(ITERATIONS=12, GRAD_CLIP_NORM=1, TTT_LORA_RANK=2)
+    changes = dict(ITERATIONS=12, GRAD_CLIP_NORM=1)
     place.run("one", **changes)
     place.run("micro", MICRO_BATCH_TOKENS=64, **changes)
     place.ranks("two", **changes)
@@ -183,35 +195,74 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(place):
         assert others[:10] == pytest.approx(losses[:10], rel=1e-5)
         assert others == pytest.approx(losses, rel=2e-4)
         assert place.result(out)["val_nats"] == pytest.approx(nats, rel=1e-4)
-        for name in ("val_bpb_ttt", "val_bpb_ttt_off"):
-            score = place.result("one")[name]
-            assert place.result(out)[name] == pytest.approx(score, rel=1e-4)
         assert f"\nbatch: {shape} windows on each rank\n" in place.log(out)
     assert place.result("two")["world_size"] == 2
 
 
+def adapt(place, out, *words, code=0):
+    """Return the ended process of tools/adapt.py on a run."""
+    done = start([ROOT / "tools" / "adapt.py", place.of(out), *words], environment())
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    return done
+
+
 def test_test_time_training_is_beside_the_score(place):
-    """In result.json, log and metrics; the artifact and its score are those of a run without it."""
-    changes = dict(ITERATIONS=12, GRAD_CLIP_NORM=1)
-    place.run("plain", **changes)
-    place.run("adapted", TTT_LORA_RANK=2, **changes)
-    plain, result = place.result("plain"), place.result("adapted")
-    assert place.artifact("plain") == place.artifact("adapted")
-    for name in ("val_nats", "val_tokens", "val_bytes", "val_bpb"):
-        assert result[name] == plain[name]
+    """In result.json and metrics; what the run wrote stays, but for its end of metrics.jsonl."""
+    place.run("plain", ITERATIONS=12, GRAD_CLIP_NORM=1)
+    log, artifact, plain = place.log("plain"), place.artifact("plain"), place.result("plain")
+    assert "nothing was written" in adapt(place, "plain", "--documents", 2).stdout
+    assert place.result("plain") == plain
+    done = adapt(place, "plain", "--rank", 2, "--rows", 8)
+    result = place.result("plain")
+    assert (place.log("plain"), place.artifact("plain")) == (log, artifact)
+    assert {name: result[name] for name in plain} == plain
     names = ["val_loss_ttt", "val_bpb_ttt", "val_bpb_ttt_off", "ttt_seconds"]
-    assert not plain.keys() & {*names} and metrics(place, "plain", "val_bpb_ttt") == []
+    assert result.keys() - plain.keys() == {*names, "ttt_lora_rank"}
     for name in names:
-        assert metrics(place, "adapted", name) == [result[name]]
+        assert metrics(place, "plain", name) == [result[name]]
     nats = result["val_loss_ttt"] * result["val_tokens"]
     assert result["val_bpb_ttt"] == pytest.approx(nats / math.log(2) / result["val_bytes"])
     assert result["val_bpb_ttt"] < result["val_bpb_ttt_off"]
     line = (
         r"^from the artifact: test-time training val_loss:\S+ bpb:(\S+) .* tokens:(\d+) bytes:(\d+)"
     )
-    ((bpb, tokens, size),) = re.findall(line, place.log("adapted"), re.M)
+    ((bpb, tokens, size),) = re.findall(line, done.stdout, re.M)
     assert bpb == f"{result['val_bpb_ttt']:.4f}"
     assert [int(tokens), int(size)] == [result["val_tokens"], result["val_bytes"]]
+
+
+def test_ranks_and_rows_do_not_change_test_time_training(place):
+    """One rank with rows of 8 and of 2 documents, and two gloo ranks."""
+    place.run("adapted", ITERATIONS=12, GRAD_CLIP_NORM=1)
+    results = []
+    for ranks, rows in ((1, 8), (1, 2), (2, 2)):
+        words = [str(ROOT / "tools" / "adapt.py"), str(place.of("adapted")), "--rows", str(rows)]
+        children = []
+        for rank in rank_environments(ranks):
+            order = dict(words=[*words, "--rank", "2"], cwd=str(ROOT), environ=environment(**rank))
+            children.append(Child(server(), place.folder, f"adapt_{len(children)}", "", **order))
+        assert [child.wait() for child in children] == [0] * ranks, children[0].err
+        results.append(place.result("adapted"))
+    for name in ("val_bpb_ttt", "val_bpb_ttt_off"):
+        first, *others = [result[name] for result in results]
+        assert others == pytest.approx([first] * 2, rel=1e-4)
+
+
+def test_test_time_training_refuses_what_is_no_finished_run(place, first, tmp_path):
+    """Nothing at all, another artifact, other data; as settings of training its names are errors."""
+    shutil.copytree(place.of("first"), tmp_path / "run")
+    shutil.copytree(place.data, tmp_path / "data")
+    other = Place(tmp_path.parent, place.data, TINY)
+    assert "must be a finished run" in adapt(other, "none", code=2).stderr
+    manifest = tmp_path / "data" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes() + b"\n")
+    other_data = adapt(other, tmp_path.name, "--data", tmp_path / "data", code=2)
+    assert "must be the data of the run" in other_data.stderr
+    with open(tmp_path / "run" / "model.upar", "ab") as artifact:
+        artifact.write(b" ")
+    assert "is of another artifact" in adapt(other, tmp_path.name, code=2).stderr
+    for name, text in (("TTT_LORA_RANK", "8"), ("TTT_ENABLED", "1")):
+        assert "python tools/adapt.py RUN" in place.refused("ttt", **{name: text})
 
 
 # ------------------------------------------------------------------------------------ every choice

@@ -23,7 +23,6 @@ Where to change what:
     which windows train, in which order   split_windows, Batches.read_rows
     what a step logs                      main; the dict `metrics`
     what validation measures              Scorer, score_artifact
-    test-time training                    chunk_windows, RowAdapters, score_adapted
     how weights are rounded and packed    quantize, fit_artifact
     a new setting of the model            Settings, GPTConfig; a field of one name in both, layers read it
     another new setting                   Settings; if a resumed run must keep it, `identity` in main
@@ -83,7 +82,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zstandard
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 # === shared: bounds ===
@@ -142,8 +140,6 @@ class Settings:
     target_val_loss: float = 0.0  # the run ends at the first validation at or under it; 0: none
     eval_stride: int = 512  # stride of the sliding-window score; 0: leave that score out
     eval_stateful: bool = False  # also score each document in one forward of its length; slow
-    # also score with test-time training, by LoRA of this rank, see score_adapted; 0: without
-    ttt_lora_rank: int = 0
     # model
     # a run, a checkpoint or an artifact; empty: a new network, in train_gpt.py and train_sft.py
     init_from: Paths = ""
@@ -197,10 +193,9 @@ class Settings:
                 f"TARGET_VAL_LOSS={self.target_val_loss}: VAL_LOSS_EVERY must be above 0, or no "
                 "validation sees it"
             )
-        if self.ttt_lora_rank and self.activation_checkpointing:
+        if self.eval_stateful and self.positions == "learned":
             raise UserError(
-                f"TTT_LORA_RANK={self.ttt_lora_rank}: must be 0 with ACTIVATION_CHECKPOINTING=1; "
-                "adapters need the activations of all layers in memory"
+                "EVAL_STATEFUL=1: must be 0, because learned positions end at TRAIN_SEQ_LEN"
             )
 
 
@@ -209,22 +204,39 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
+# What records of nanoGPT and Parameter Golf have and these scripts have not: it is accepted at 0.
+ABSENT_FEATURES = (
+    "ADAM_WD",
+    "CASEOPS_ENABLED",
+    "DROPOUT",
+    "GATED_ATTN_ENABLED",
+    "GPTQ_CALIBRATION_BATCHES",  # python quantize.py pack RUN OUT --gptq DATA
+    "LN_SCALE",
+    "MTP_NUM_HEADS",
+    "NUM_LOOPS",
+    "PARALLEL_START_LAYER",
+    "PHASED_TTT_ENABLED",
+    "RECUR_LAYERS",
+    "RECUR_START_STEP",
+    "SMEAR_GATE_ENABLED",
+    "SPARSE_ATTN_GATE_ENABLED",
+    "VE_ENABLED",
+    "XSA_LAST_N",
+)
+
 # Names that nanoGPT, modded-nanogpt, Parameter Golf, TRL and older versions of these scripts use.
 # In the environment they are errors, not ignored in silence. A text is the setting, here or in
 # another script, that does the same job. A number is the value of a constant: the name is accepted
 # with this value, so that pasted commands run.
 OTHER_NAMES = {
     "ADAM_EPS": 1e-8,
-    "ADAM_WD": 0.0,
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
     "BETA1": 0.9,
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
-    "CASEOPS_ENABLED": 0,
     "DATASET": "DATA_PATH",
-    "DROPOUT": 0.0,
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
     "EMBED_BITS": 8,
@@ -232,8 +244,6 @@ OTHER_NAMES = {
     "ENTROPY_COEFF": "ENTROPY_BETA",
     "ENT_COEF": "ENTROPY_BETA",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "GATED_ATTN_ENABLED": 0,
-    "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
     "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
@@ -241,7 +251,6 @@ OTHER_NAMES = {
     "LATE_QAT": "QAT",
     "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
-    "LN_SCALE": 0,
     "LOGIT_SOFTCAP": 30.0,
     "LOG_SECONDS": 10.0,
     "LORA_R": "LORA_RANK",
@@ -254,7 +263,6 @@ OTHER_NAMES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
-    "MTP_NUM_HEADS": 0,
     "MUON_BACKEND_STEPS": 5,
     "MUON_MOMENTUM": 0.95,
     "MUON_MOMENTUM_WARMUP_START": 0.85,
@@ -262,67 +270,61 @@ OTHER_NAMES = {
     "MUON_WARMUP_FRAC": 0.05,
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
-    "NUM_LOOPS": 0,
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
-    "PARALLEL_START_LAYER": 0,
-    "PHASED_TTT_ENABLED": 0,
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
-    "RECUR_LAYERS": 0,
-    "RECUR_START_STEP": 0,
     "ROPE_BASE": 10000.0,
     "SEQ_LEN": "TRAIN_SEQ_LEN",
-    "SMEAR_GATE_ENABLED": 0,
-    "SPARSE_ATTN_GATE_ENABLED": 0,
     "SWA_ENABLED": "SWA",
     "SWA_EVERY": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
-    "TTT_CHUNK_SIZE": 64,
     "TTT_ENABLED": "TTT_LORA_RANK",
-    "TTT_EPOCHS": 1,
-    "TTT_LORA_LR": 0.004,
-    "TTT_LR": "TTT_LORA_LR",
-    "VE_ENABLED": 0,
+    "TTT_LORA_RANK": 0,
     "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
     "WEIGHT_DECAY": "MUON_WD",
-    "XSA_LAST_N": 0,
+    **dict.fromkeys(ABSENT_FEATURES, 0),
+}
+
+# What does in another program what these constants leave out.
+OTHER_PROGRAMS = {
+    "GPTQ_CALIBRATION_BATCHES": "; python quantize.py pack RUN OUT --gptq DATA does it",
+    "TTT_LORA_RANK": "; python tools/adapt.py RUN scores a finished run with test-time training",
 }
 
 # Names of other projects for what changes no result, so that pasted commands run: how often a line is
-# logged (LOG_SECONDS), and the tokens of a batch of validation.
-HARMLESS_NAMES = ("LOG_INTERVAL", "TRAIN_LOG_EVERY", "VAL_BATCH_SIZE")
+# logged (LOG_SECONDS), the tokens of a batch of validation, and details of test-time training, which
+# tools/adapt.py does.
+HARMLESS_NAMES = (
+    "LOG_INTERVAL",
+    "TRAIN_LOG_EVERY",
+    "TTT_CHUNK_SIZE",
+    "TTT_EPOCHS",
+    "TTT_LORA_LR",
+    "TTT_LR",
+    "VAL_BATCH_SIZE",
+)
 
-# The settings of all scripts: one that is meant for another script is an error there. Those of this
-# script are known without it.
+# The settings of all scripts that the table above does not name: one that is meant for another
+# script is an error there. Those of this script are known without it.
 OUR_SETTINGS = {
     "ACTIVATION_CHECKPOINTING",
     "ARCH_MODE",
     "ARTIFACT",
     "ARTIFACT_BYTES_MAX",
     "ATTN_WINDOW",
-    "BETA",
     "BIGRAM_VOCAB_SIZE",
     "CENTERING",
     "COMPILE",
     "CONFIG",
     "CREDIT",
-    "DATA_PATH",
-    "DELTA_BITS",
-    "DELTA_GROUP",
-    "DELTA_SCALE_BITS",
-    "DELTA_STEP",
     "DEVICE",
     "DISCOUNT",
-    "DISTILL_LR",
-    "DISTILL_STEPS",
     "DTYPE",
-    "EMA",
-    "ENTROPY_BETA",
     "ENVIRONMENT",
     "EPOCHS",
     "EVAL_PROMPTS",
@@ -331,66 +333,46 @@ OUR_SETTINGS = {
     "EVAL_STRIDE",
     "GAE_LAMBDA",
     "GDN_LIGHT",
-    "GRAD_CLIP_NORM",
-    "GROUP_SIZE",
     "HEAD_LR",
     "HELD_OUT",
     "IMPORTANCE",
-    "INIT_FROM",
-    "ITERATIONS",
     "KD_ALPHA",
     "KD_BETA",
     "KD_LOSS",
     "KD_TEMPERATURE",
     "KD_TOP_K",
     "KERNELS",
-    "KL_BETA",
     "KL_SHAPING",
     "KL_TARGET",
     "LABEL_SMOOTHING",
     "LAYER_PATTERN",
     "LAYOUT",
-    "LEARNING_RATE",
     "LEFT_CLIP_RANGE",
     "LORA_ALPHA",
-    "LORA_RANK",
     "LOSS",
-    "LR_FLOOR",
     "LR_SCHEDULE",
     "MARGIN",
     "MARK",
     "MATRIX_BITS",
-    "MATRIX_LR",
-    "MAX_NEW_TOKENS",
     "MAX_TURNS",
     "MAX_WALLCLOCK_SECONDS",
     "MEMORY_SNAPSHOT",
-    "MICRO_BATCH_TOKENS",
     "MINI_BATCHES",
     "MLP",
     "MLP_MULT",
     "MODE",
-    "MODEL_DIM",
-    "MUON_WD",
     "NORM",
-    "NUM_HEADS",
     "NUM_KV_HEADS",
-    "NUM_LAYERS",
     "NUM_SAMPLES",
     "OBJECTIVE",
     "OPTIMIZER",
-    "OUT_DIR",
     "PAIRS_PER_STEP",
     "POSITIONS",
     "PROMPT",
     "PROMPTS_PER_STEP",
-    "QAT",
-    "QK_GAIN_INIT",
     "RATIO_LIMIT",
-    "REDUCTION",
     "REPLAY",
     "RESAMPLE_ROUNDS",
-    "RESERVE_SECONDS",
     "RESUME",
     "REWARD",
     "REWARD_MODEL",
@@ -410,12 +392,10 @@ OUR_SETTINGS = {
     "SEED",
     "SHARD",
     "STATEFUL",
-    "SWA",
     "SYSTEM",
     "TARGET_VAL_LOSS",
     "TEACHER",
     "TEMPERATURE",
-    "TIED_EMBED_LR",
     "TIE_EMBEDDINGS",
     "TOKENIZER_PATH",
     "TOKEN_NOISE",
@@ -423,18 +403,12 @@ OUR_SETTINGS = {
     "TOP_K",
     "TOP_P",
     "TRACKER",
-    "TRAIN_BATCH_TOKENS",
     "TRAIN_FILES",
     "TRAIN_ON",
-    "TRAIN_SEQ_LEN",
-    "TTT_LORA_RANK",
     "VAL_FILES",
     "VAL_LOSS_EVERY",
     "VOCAB_SIZE",
-    "WARMDOWN_FRAC",
     "WARMDOWN_ITERS",
-    "WARMUP_FRAC",
-    "WEIGHT_DECAY",
 }
 
 
@@ -495,6 +469,7 @@ def check_name(name, text, names):
             if float(text) == OTHER_NAMES[meant]:
                 return
         message += f", in which {meant} is always {OTHER_NAMES[meant]}"
+        message += OTHER_PROGRAMS.get(meant, "")
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(
@@ -506,9 +481,16 @@ def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
     are none here: near misses, names in the tables above, numbers that this script has as constants.
     """
-    numbers = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {*names, *OTHER_NAMES, *HARMLESS_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
-    ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
+    constants = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {
+        *names,
+        *constants,
+        *OUR_SETTINGS,
+        *HARMLESS_NAMES,
+        *OTHER_NAMES,
+        *OTHER_NAMES.values(),
+    }
+    ignored = re.findall(r"[^,\s]+", environ.get("IGNORE_ENV", ""))
     return {
         name: environ[name]
         for name in sorted(environ.keys() - ignored)
@@ -520,7 +502,7 @@ def read_value(text):
     """Return the value behind NAME= in a config file, as a shell reads it, except that a value
     without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
     """
-    if text.strip()[:1] not in ("'", '"'):
+    if not re.match(r"\s*['\"]", text):
         return re.split(r"\s#", text)[0].strip()  # it's and a#b are text
     words = shlex.split(text, comments=True)
     if len(words) > 1:
@@ -536,11 +518,11 @@ def read_config(path):
         raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
     given = {}
     for number, line in enumerate(lines, 1):
-        if line.strip()[:1] in ("", "#"):
+        if re.match(r"\s*(#|$)", line):
             continue
-        match = re.fullmatch(r"(?:export\s+)?([^#=\s]+)\s*=(.*)", line.strip())
+        match = re.fullmatch(r"\s*(?:export\s+)?([^#=\s]+)\s*=(.*)", line)
         try:
-            if match is None or match[1] in {**given, "CONFIG": path}:
+            if match is None or match[1] in ("CONFIG", *given):
                 raise ValueError("must be NAME=value, each name once, and not CONFIG")
             given[match[1]] = read_value(match[2])
         except ValueError as error:
@@ -573,26 +555,28 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     value) that returns those of a run or a network that they name.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
-    if not {"--help", "-h"}.isdisjoint(arguments):
-        print(inspect.getmodule(cls).__doc__)
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
         print(inspect.getsource(cls))
         sys.exit()
     settings = {setting.name.upper(): setting for setting in fields(cls)}
     above = {**read_environment(environ, settings), **read_arguments(arguments)}
     path = os.path.expanduser(above.get("CONFIG", ""))
     config = read_config(path) if path else {}
-    for name in above.keys() & presets:
-        for replaced in presets[name].get(above[name], {}):
-            config.pop(replaced.upper(), None)
+    values = {}
+    for name in presets:
+        chosen = above.get(name, config.get(name))
+        preset = presets[name].get(chosen, {})
+        values.update(preset)
+        if name in above:
+            for replaced in preset:
+                config.pop(replaced.upper(), None)
     given = {}
     for name, text in {**config, **above}.items():
         if name in settings:
             given[name] = parse_setting(settings[name], text)
         elif name != "CONFIG":  # a script without this setting reads the file, too
             check_name(name, text, settings)
-    values = {}
-    for name in given.keys() & presets:
-        values.update(presets[name].get(given[name], {}))
     if stored:
         values.update(stored(given))
     values.update({name.lower(): value for name, value in given.items()})
@@ -610,11 +594,9 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
 
 
 def drop_stream(stream):
@@ -652,14 +634,7 @@ def choose_device(choice, local_rank=0):
 
     choice: of the setting DEVICE. local_rank: number of the process on its machine.
     """
-    use_cuda = choice != "cpu" and torch.cuda.is_available()
-    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    device = torch.device("cpu")
-    if use_cuda:
+    if choice != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         if local_rank >= gpus:
             raise UserError(
@@ -668,6 +643,13 @@ def choose_device(choice, local_rank=0):
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    else:
+        device = torch.device("cpu")
     set_up_device(device)
     return device
 
@@ -746,9 +728,9 @@ def join_group(device):
             dist.init_process_group("nccl", device_id=device)
         else:
             dist.init_process_group("gloo")
-    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        reason, *_ = str(error).split("\n")
-        raise UserError(f"{pairs}: the ranks do not meet: {reason}; {hint}") from None
+    except (ValueError, dist.DistError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{pairs}: the ranks do not meet: {reason:.500}; {hint}") from None
 
 
 def present_runtime(device):
@@ -830,18 +812,18 @@ def exit_code(main):
     except KeyboardInterrupt:
         report_error("stopped by SIGINT: nothing was saved")
         return 130  # 128 and SIGINT
-    except (UserError, FloatingPointError, OSError) as error:
+    except UserError as error:
         report_in_a_line(error, rank)
-        return 2 if isinstance(error, UserError) else 1
+        return 2
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
             report_in_a_line(error, rank)
-            return 1
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        elif isinstance(error, dist.DistError) or "gloo" in str(error):
+            report_error(f"error: rank {rank} lost another rank; RESUME continues")
+            os._exit(1)  # an ordinary exit would wait for the lost rank
+        else:
             report_error(traceback.format_exc())
-            return 1
-        report_error(f"error: rank {rank} lost another rank; RESUME continues")
-        os._exit(1)  # an ordinary exit would wait for the lost rank
+        return 1
 
 
 # === end: errors ===
@@ -877,13 +859,11 @@ def checkpoint_fault(folder):
     try:
         listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
         for name in sorted(names):
-            line = f"{sha256_file(folder / name)}  {name}\n"
-            if line not in listed:
+            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
                 return f"{name} was changed, or SHA256SUMS does not name it"
-            listed.remove(line)
     except (OSError, ValueError) as error:
         return str(error)
-    return f"SHA256SUMS has the line {listed[0]!r:.90}, unexpected or repeated" if listed else ""
+    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
 
 
 def newest_checkpoint(folder):
@@ -893,10 +873,10 @@ def newest_checkpoint(folder):
     """
     candidates = list_checkpoints(folder)
     if not candidates and not (folder / "model.pt").exists():
-        return None, [
-            f"{folder} has none: a run that ended before its first checkpoint saved nothing; it may be "
-            "deleted and started anew"
-        ]
+        fault = "has no checkpoint and no model"
+        if (folder / "log.txt").is_file():
+            fault = "ended before its first checkpoint; it may be deleted and started anew"
+        return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
         fault = checkpoint_fault(candidate)
@@ -1020,12 +1000,12 @@ def load_manifest(data_path):
                 "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
             )
         for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
-            if Path(file["file"]).name != file["file"] or not file["file"].isprintable():
+            if "/" in file["file"] or not file["file"].isprintable():
                 raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(
-            f"{path}: {error}; DATA_PATH must be a folder that data/prepare.py TEXTS --out FOLDER "
-            "made, or one of shards, for which data/download.py --manifest writes it"
+            f"{path}: {error}; the folder of data (DATA_PATH) must be one that data/prepare.py TEXTS "
+            "--out FOLDER made, or one of shards, for which data/download.py --manifest writes it"
         ) from None
     return manifest
 
@@ -1074,16 +1054,17 @@ def check_dataset(data_path, manifest):
 
     Raises UserError unless the shards are the manifest's.
     """
-    where = Path(data_path) / "manifest.json"
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: validation documents are also in training")
+        raise UserError(f"{data_path}/manifest.json: validation documents are also in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
-        paths = [where.with_name(shard["file"]) for shard in shards]
+        paths = [Path(data_path, shard["file"]) for shard in shards]
         stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
         if len(stream) != manifest[split]["tokens"] or not shards:
-            raise UserError(f"{where}: has another number of tokens than the shards of {split}")
+            raise UserError(
+                f"{data_path}/manifest.json: has another number of tokens than the shards of {split}"
+            )
         if split == "val":  # training shards may be many gigabytes
             for path, shard in zip(paths, shards, strict=True):
                 if sha256_file(path) != shard["sha256"]:
@@ -1131,17 +1112,36 @@ def document_hashes(stream, bos_id):
 HOLDOUT_TOKENS = 131072
 
 
-@dataclass
+def read_checked(path, sha256, hint):
+    """Return the bytes of a file; the tokenizer `bytes` has none. Raises UserError, with a hint, if
+    they are not those of the SHA-256.
+    """
+    path = Path(path)
+    content = b"underpar bytes 264" if path.name == "bytes" else b""
+    if path.is_file():
+        content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise UserError(f"{path}: missing, or its SHA-256 is not the one of the data; {hint}")
+    return content
+
+
 class DataTokenizer:
     """What training knows of the tokenizer of its data: its file, and the bytes of its tokens."""
 
-    file: str  # name of its file; "bytes" has none
-    content: bytes  # of that file, which sample.py needs beside an artifact
-    sha256: str
-    bos_id: int
-    byte_table: np.ndarray  # (2, V) int64, see token_bytes
-
-    def __post_init__(self):
+    def __init__(self, folder, facts, path):
+        """facts: of the folder's manifest. path: where its file is; "" for the folder. Raises
+        UserError.
+        """
+        self.file = facts["file"]  # its name; "bytes" has none
+        self.sha256 = facts["sha256"]
+        self.bos_id = facts["bos_id"]
+        # sample.py needs the file beside an artifact.
+        hint = f"must be the tokenizer of {folder}"
+        self.content = read_checked(path or Path(folder, self.file), self.sha256, hint)
+        hint = f"for shards of an older version: python data/prepare.py --token-bytes {folder}"
+        table = read_checked(Path(folder, TOKEN_BYTES), facts.get("token_bytes_sha256"), hint)
+        # (2, V), see token_bytes
+        self.byte_table = np.frombuffer(table, "<u4").astype(np.int64).reshape(2, -1)
         self.vocab_size = self.byte_table.shape[1]
 
     def count_bytes(self, tokens):
@@ -1189,31 +1189,6 @@ def parse_mixture(data_path):
     return folders, [weight / sum(weights) for weight in weights]
 
 
-def read_checked(path, sha256, hint):
-    """Return the bytes of a file; the tokenizer `bytes` has none. Raises UserError, with a hint, if
-    they are not those of the SHA-256.
-    """
-    content = b"underpar bytes 264" if Path(path).name == "bytes" else b""
-    if os.path.isfile(path):
-        content = Path(path).read_bytes()
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise UserError(f"{path}: missing, or its SHA-256 is not the one of the data; {hint}")
-    return content
-
-
-def data_tokenizer(folder, facts, path):
-    """Return the DataTokenizer of a data folder. Raises UserError.
-
-    facts: of its manifest. path: where the tokenizer's file is; "" for the data folder.
-    """
-    path = path or Path(folder, facts["file"])
-    content = read_checked(path, facts["sha256"], f"must be the tokenizer of {folder}")
-    hint = f"for shards of an older version: python data/prepare.py --token-bytes {folder}"
-    table = read_checked(Path(folder, TOKEN_BYTES), facts.get("token_bytes_sha256"), hint)
-    byte_table = np.frombuffer(table, "<u4").astype(np.int64).reshape(2, -1)
-    return DataTokenizer(facts["file"], content, facts["sha256"], facts["bos_id"], byte_table)
-
-
 @functools.lru_cache(64)  # a step reads one or two epochs of each folder
 def shuffle(count, *seed):
     """Return a pseudo-random order of range(count), (count,) int64, which the seed alone decides.
@@ -1230,7 +1205,6 @@ def split_windows(stream, share, settings):
     twentieth, from all over the stream: its end may be of one source. The first token of a
     held-out window may be the last target of a training window. They are scored side by side, so
     the last target of each is the first token of an unrelated one, for all weights alike.
-    Raises UserError.
 
     A data filter goes below, over `train`. The inputs of window `number` are
     stream.read(number * seq_len, seq_len). A choice by them and by settings alone is the same on
@@ -1239,11 +1213,6 @@ def split_windows(stream, share, settings):
     """
     seq_len = settings.train_seq_len
     windows = shuffle(len(stream) // seq_len, 0)
-    if not len(windows):
-        raise UserError(
-            f"TRAIN_SEQ_LEN={seq_len}: must be at most {len(stream)}, the training tokens of "
-            f"{Path(stream.paths[0]).parent}"
-        )
     count = 0
     if settings.ema or settings.swa:
         wanted = math.ceil(share * HOLDOUT_TOKENS / seq_len)
@@ -1265,6 +1234,20 @@ def check_mixture(pairs, bos_id):
             raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
 
 
+def validation_text(streams, manifests, tokenizer):
+    """Return the EvalText of all folders' validation, checked by their manifests. Raises UserError."""
+    tokens = np.concatenate([stream.read(0, len(stream)) for stream in streams])
+    if tokens[0] != tokenizer.bos_id:
+        raise UserError(f"validation: begins with token {tokens[0]}, manifest.json has another BOS")
+    decoded = tokenizer.count_bytes(tokens)
+    expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
+    if decoded != expected or not decoded:
+        raise UserError(
+            f"validation: {decoded} bytes, manifest.json says {expected}; must be equal, above 0"
+        )
+    return EvalText(tokens, sum(counted_bytes(manifest["val"]) for manifest in manifests))
+
+
 def open_data(settings, rank=0):
     """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError.
 
@@ -1272,7 +1255,7 @@ def open_data(settings, rank=0):
     """
     folders, shares = parse_mixture(settings.data_path)
     manifests = [load_manifest(folder) for folder in folders]
-    tokenizer = data_tokenizer(folders[0], manifests[0]["tokenizer"], settings.tokenizer_path)
+    tokenizer = DataTokenizer(folders[0], manifests[0]["tokenizer"], settings.tokenizer_path)
     if settings.vocab_size not in (0, tokenizer.vocab_size):
         raise UserError(
             f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
@@ -1286,43 +1269,43 @@ def open_data(settings, rank=0):
     if len(pairs) > 1 and rank == 0:
         check_mixture(pairs, tokenizer.bos_id)
     streams, val_streams = zip(*pairs, strict=True)
-
-    val = np.concatenate([stream.read(0, len(stream)) for stream in val_streams])
-    if val[0] != tokenizer.bos_id:
-        raise UserError(f"validation: begins with token {val[0]}, manifest.json has another BOS")
-    decoded = tokenizer.count_bytes(val)
-    expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
-    if decoded != expected or not decoded:
-        raise UserError(
-            f"validation: {decoded} bytes, manifest.json says {expected}; must be equal, above 0"
-        )
-    val_bytes = sum(counted_bytes(manifest["val"]) for manifest in manifests)
+    val = validation_text(val_streams, manifests, tokenizer)
 
     seq_len = settings.train_seq_len
+    shortest = min(streams, key=len)
+    if seq_len > len(shortest):
+        raise UserError(
+            f"TRAIN_SEQ_LEN={seq_len}: must be at most {len(shortest)}, the training tokens of "
+            f"{Path(shortest.paths[0]).parent}"
+        )
+    twentieth = max(map(len, streams)) // 20
+    if (settings.ema or settings.swa) and seq_len > twentieth:
+        raise UserError(
+            f"TRAIN_SEQ_LEN={seq_len}: no such window is in a twentieth of the training tokens, to "
+            f"choose among raw, EMA and SWA weights on; must be at most {twentieth}, or EMA=0 SWA=0"
+        )
     windows = []
-    held_out = [np.empty(0, np.int64)]
+    held_out = []
     for stream, share in zip(streams, shares, strict=True):
         train, others = split_windows(stream, share, settings)
         windows.append(train)
         held_out += [stream.read(number * seq_len, seq_len) for number in others]
-    if (settings.ema or settings.swa) and len(held_out) == 1:
-        raise UserError(
-            f"TRAIN_SEQ_LEN={seq_len}: no such window is in a twentieth of the training tokens, to "
-            "choose among raw, EMA and SWA weights on; must be at most "
-            f"{max(map(len, streams)) // 20}, or EMA=0 SWA=0"
-        )
-    held_out = np.concatenate(held_out)
-    held_out_bytes = round(tokenizer.count_bytes(held_out) * val_bytes / decoded)
+    held_out = np.array(held_out, np.int64).ravel()
+    bytes_counted = val.bytes / tokenizer.count_bytes(val.tokens)  # a byte that tokens decode to
+    held_out_bytes = round(tokenizer.count_bytes(held_out) * bytes_counted)
+    yardsticks = {}
+    if len(folders) == 1:
+        yardsticks = manifests[0].get("yardsticks") or {}
     return Dataset(
         tokenizer=tokenizer,
         manifests=manifests,
         manifest_sha256=" + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders),
-        yardsticks=manifests[0].get("yardsticks", {}) if len(folders) == 1 else {},
+        yardsticks=yardsticks,
         shares=shares,
         streams=streams,
         windows=windows,
         held_out=EvalText(held_out, held_out_bytes),
-        val=EvalText(val, val_bytes),
+        val=val,
     )
 
 
@@ -1425,7 +1408,7 @@ class GPTConfig:
 
     vocab_size: int
     bos_id: int  # the first token of a document; nothing sees what comes before it
-    layers: str  # one word per layer: g, s or a, see GPT
+    layers: str  # one word per layer: g, s or a, see make_mixer and GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
     context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
@@ -1501,20 +1484,13 @@ def rms_norm(x, eps=0.0):
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
-def register(name, form, shapes, backward=None, keep=None):
-    """Return a form as an operator, which torch.compile calls and does not trace.
+def l2_norm(x):
+    """Return x over its length in the last dimension, at least in float32.
 
-    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    A key longer than 1 lets GDN's state grow. Without the epsilon a key of zeros would get
+    gradients of 1e12.
     """
-    if not hasattr(torch.ops.underpar, name):
-        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
-        registered.register_fake(shapes)
-        if backward:
-            registered.register_autograd(backward, setup_context=keep)
-    return getattr(torch.ops.underpar, name).default
+    return x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6)
 
 
 # Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
@@ -1536,11 +1512,10 @@ class Norm(nn.Module):
 
     def forward(self, x):
         """Return x (..., dim) normed, in its own dtype."""
-        if self.weight is None:
-            return rms_norm(x, self.eps)
-        if self.bias is None:
-            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
-        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        if self.bias is not None:
+            return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        scale = None if self.weight is None else self.weight + self.offset
+        return scaled(rms_norm(x, self.eps), scale)
 
 
 def split_chunks(x, chunk):
@@ -1558,13 +1533,12 @@ def refuse_second_derivative(grad):
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
 
-def unit_inverse(a):
-    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+def unit_inverse(a, eye):
+    """Return the inverse of lower triangular matrices a (..., C, C) with ones on the diagonal.
 
     Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
-    are correlated.
+    are correlated. eye (C, C) is the unit matrix.
     """
-    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
     with torch.no_grad():
         inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
     # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
@@ -1623,13 +1597,13 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
     below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
     kb = beta * k
-    inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
-    p = ((q @ k.mT) * (below + eye)).to(dtype)
+    inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
+    p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
     w = inverse @ (kb * grow).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
     eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+    factors = grow[..., -1:, :] * eye - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
@@ -1638,20 +1612,24 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     return o[:, :t], states[-1].view_as(state)
 
 
-def short_conv(x, weight, doc):
+def shifted(x, back):
+    """Return what x (B, CONV_TAPS-1 + T, ...) has `back` places before each of its last T tokens."""
+    return x[:, CONV_TAPS - 1 - back : x.size(1) - back]
+
+
+def short_conv(x, weight, doc, heads):
     """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
-    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
+    x (B, CONV_TAPS-1 + T, C), weight (CONV_TAPS, C), doc (B, CONV_TAPS-1 + T); the result is
+    (B, T, heads, C / heads). Shifted sums beat F.conv1d(groups=C) on a CPU, and a tap that would
+    reach into another document can be zero.
     """
-    reach = len(weight) - 1
     weight = weight.to(x.dtype)
-    y = x[:, reach:] * weight[reach]
-    for tap in reversed(range(reach)):
-        before = slice(tap, tap - reach)  # the tokens that this tap reads
-        same_doc = doc[:, before] == doc[:, reach:]
-        y = y + x[:, before] * weight[tap] * same_doc[..., None]
-    return F.silu(y)
+    y = shifted(x, 0) * weight[-1]
+    for back in range(1, CONV_TAPS):
+        same_doc = shifted(doc, back) == shifted(doc, 0)
+        y = y + shifted(x, back) * weight[-1 - back] * same_doc[..., None]
+    return F.silu(y).unflatten(-1, (heads, -1))
 
 
 class GatedDeltaNet(nn.Module):
@@ -1685,30 +1663,42 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
-        T = x.size(1)
         qkvg = context.project(x, self.w_qkvg)
         # Split once, so that the gradients are written once; and three convolutions, so that the
         # compiler joins each with the norm that reads it.
         q, k, v, *gate = qkvg.split(self.splits, dim=-1)
-        taps = self.conv.split(self.splits[:3], dim=1)
-        q, k, v = map(short_conv, (q, k, v), taps, 3 * [context.doc])
-        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
-        v = v.unflatten(-1, (self.heads, -1))
-        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
-        # zeros would get gradients of 1e12.
-        q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
+        q_taps, k_taps, v_taps = self.conv.split(self.splits[:3], dim=1)
+        q = l2_norm(short_conv(q, q_taps, context.doc, self.key_heads))  # (B, T, H, K)
+        k = l2_norm(short_conv(k, k_taps, context.doc, self.key_heads))
+        v = short_conv(v, v_taps, context.doc, self.heads)
         q = q.to(v.dtype) * q.size(-1) ** -0.5
         if self.key_heads < self.heads:
             q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        begins_document = context.doc[:, -T:] != context.doc[:, -T - 1 : -1]
+        begins_document = shifted(context.doc, 0) != shifted(context.doc, 1)
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
         o = context.recur(q, k.to(v.dtype), v, g, torch.sigmoid(b))
         o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if gate:
-            o = o * F.silu(gate[0][:, -T:])
+            o = o * F.silu(shifted(gate[0], 0))
         return linear(o, self.w_o)
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
 
 
 def rotary_factors(rates, scaling):
@@ -1810,7 +1800,8 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             kind = config.norms.split()[-1]
-            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
+            self.q_norm = Norm(kind, width, config.norm_eps)
+            self.k_norm = Norm(kind, width, config.norm_eps)
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
@@ -1872,7 +1863,7 @@ class Context:
         """Return attention (B, H, T, D); shapes as in `attend`."""
         if self.borders is not None:
             return FAST["attention"](q, k, v, self.borders, window)
-        return attend(q, k, v, self.doc[:, CONV_TAPS - 1 :], window)
+        return attend(q, k, v, shifted(self.doc, 0), window)
 
 
 def init_wave(units):
@@ -1895,8 +1886,8 @@ def oscillate(x, wave):
 class MLP(nn.Module):
     """Two matrices around an activation.
 
-    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
-    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`.
+    Matrices of its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
     adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
@@ -1938,7 +1929,10 @@ class MLP(nn.Module):
         return linear(h, self.w_down)
 
     def voltage(self, h):
-        """Return the voltages (B, T, hidden) in (0, 1) of hidden units; above BIO_THRESHOLD is an event."""
+        """Return the voltages (B, T, hidden), in (0, 1), of hidden units.
+
+        A voltage above BIO_THRESHOLD is an event.
+        """
         return torch.sigmoid(linear(h, self.w_gate))
 
     def sparse_events(self, h):
@@ -1979,8 +1973,21 @@ class Block(nn.Module):
 def softcap(logits, cap):
     """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
     logits = widened(logits)
-    # tanh itself takes a CPU twice as long.
-    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+    if not cap:
+        return logits
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap  # tanh itself takes a CPU twice as long
+
+
+def make_mixer(config, word):
+    """Return what mixes the tokens in a layer, given the layer's word in GPTConfig.layers."""
+    kind = word[0].lower()
+    if kind == "g":
+        return GatedDeltaNet(config)
+    if kind == "s":
+        return Attention(config, config.attn_window)
+    if kind == "a":
+        return Attention(config, FULL_WINDOW)
+    raise ValueError(f"layers: {word!r} is no kind of layer")
 
 
 class GPT(nn.Module):
@@ -1998,8 +2005,9 @@ class GPT(nn.Module):
             raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        is_tied = config.tie_embeddings
-        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -2010,9 +2018,6 @@ class GPT(nn.Module):
             self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
-        for word in words:
-            if word[0].lower() not in "gsa":
-                raise ValueError(f"layers: {word!r} is no kind of layer")
         if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
@@ -2024,9 +2029,7 @@ class GPT(nn.Module):
             mixer_name = word if word[1:] else place
             block_name = word if word.isupper() else place
             if mixer_name not in mixers:
-                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
-                is_gdn = word[0] in "gG"
-                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+                mixers[mixer_name] = make_mixer(config, word)
             if block_name not in blocks:
                 blocks[block_name] = Block(config, norm)
             self.layers.append((blocks[block_name], mixers[mixer_name]))
@@ -2054,15 +2057,12 @@ class GPT(nn.Module):
         be a sparse tensor, which torch.compile cannot make. This is BigramHashEmbedding of Parameter
         Golf, with triples.
         """
-        recent = context.recent
-        doc = context.doc
-        reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
-        key = 36313 * recent[:, reach:]
+        key = 36313 * shifted(context.recent, 0)
         places = []
         for back, factor in ((1, 27191), (2, 51647)):
-            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            same_doc = shifted(context.doc, back) == shifted(context.doc, 0)
+            before = shifted(context.recent, back).where(same_doc, self.config.bos_id)
             key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
         places = torch.stack(places, -1)
@@ -2226,7 +2226,7 @@ def output_and_gradients(form, inputs, dtype):
 
 
 def form_errors(fast, plain, inputs, dtype):
-    """Return the errors of a faster form and of the plain one, in `dtype`, as a tensor (2,).
+    """Return the errors of a faster form and of the plain one in `dtype`: two 0-d tensors.
 
     An error is the largest distance of the output or a gradient from those of the plain form in
     float32, relative to their norm. A NaN stays a NaN.
@@ -2236,7 +2236,7 @@ def form_errors(fast, plain, inputs, dtype):
     for form in (fast, plain):
         pairs = zip(output_and_gradients(form, inputs, dtype), references, strict=True)
         errors.append(torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).max())
-    return torch.stack(errors)
+    return errors
 
 
 def check_attention(config, ids, dtype, device):
@@ -2244,14 +2244,15 @@ def check_attention(config, ids, dtype, device):
     (borders,) = document_borders(ids, 0, device)
     doc = (ids == 0).cumsum(1).to(device)
     windows = (config.attn_window, FULL_WINDOW)
-    shapes = [
-        (len(ids), heads, ids.size(1), config.attention_width)
+    batch, length = ids.shape
+    inputs = [
+        torch.randn(batch, heads, length, config.attention_width, device=device)
         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     ]
     return form_errors(
         lambda *qkv: torch.cat([FAST["attention"](*qkv, borders, window) for window in windows]),
         lambda *qkv: torch.cat([attend(*qkv, doc, window) for window in windows]),
-        [torch.randn(shape, device=device) for shape in shapes],
+        inputs,
         dtype,
     )
 
@@ -2259,17 +2260,15 @@ def check_attention(config, ids, dtype, device):
 def check_gdn(config, ids, dtype, device):
     """Return the form_errors of fla_gdn, for documents of ids (B, T)."""
     _, heads, key_width, value_width = config.gdn_sizes
-    q, k, v = (
-        torch.randn(*ids.shape, heads, width, device=device)
-        for width in (key_width, key_width, value_width)
-    )
-    g, beta = torch.rand(2, *ids.shape, heads, device=device)
+    shape = (*ids.shape, heads)
+    q, k = F.normalize(torch.randn(2, *shape, key_width, device=device), dim=-1)
+    v = torch.randn(*shape, value_width, device=device)
+    g, beta = torch.rand(2, *shape, device=device)
     g = torch.where(ids[..., None].to(device) == 0, DOCUMENT_DECAY, -g)
-    q = F.normalize(q, dim=-1) * key_width**-0.5
     return form_errors(
         lambda *inputs: FAST["gdn"](*inputs)[0],
         lambda *inputs: gdn_chunk(*inputs, chunk=64)[0],
-        [q, F.normalize(k, dim=-1), v, g, beta],
+        [q, k, v, g, beta],
         dtype,
     )
 
@@ -2298,8 +2297,7 @@ def choose_kernels(choice, network, runtime, log):
     for name in list(FAST):
         good = False
         try:
-            errors = checks[name](config, ids, dtype, runtime.device)
-            error, plain_error = errors.tolist()
+            error, plain_error = checks[name](config, ids, dtype, runtime.device)
             good = error < 2 * plain_error + 0.001
             reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
         except Exception as fault:  # whatever a compiler or a package raises, it is not used
@@ -2371,18 +2369,24 @@ def layer_words(settings):
     return layers, " ".join((norms * num_layers)[:num_layers])
 
 
-def model_config(settings, vocab_size, bos_id, **overrides):
-    """Return the GPTConfig of the network that `settings` ask for.
+def asked_shape(settings):
+    """Return the fields of GPTConfig that `settings` ask for: name -> value. Raises UserError.
 
-    A field's value is taken from `overrides`, else `settings`, else ARCH_PRESETS, else GPTConfig's
-    default. Raises UserError where the numbers do not fit together.
+    A value is taken from `settings`, else from ARCH_PRESETS.
     """
     given = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
-    values = {name: given[name] for name in given.keys() & GPTConfig.__dataclass_fields__}
-    values |= dict(vocab_size=vocab_size, bos_id=bos_id)
-    values["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
-    values["layers"], values["norms"] = layer_words(settings)
-    config = GPTConfig(**{**values, **overrides})
+    given["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
+    given["layers"], given["norms"] = layer_words(settings)
+    return {name: given[name] for name in given.keys() & GPTConfig.__dataclass_fields__}
+
+
+def model_config(settings, vocab_size, bos_id, **overrides):
+    """Return the GPTConfig of the network that `settings` ask for, with `overrides` of its fields.
+
+    Raises UserError where the numbers do not fit together.
+    """
+    tokens = dict(vocab_size=vocab_size, bos_id=bos_id)
+    config = GPTConfig(**{**asked_shape(settings), **tokens, **overrides})
 
     dim = config.model_dim
     heads = config.num_heads
@@ -2462,11 +2466,9 @@ class Muon(torch.optim.Optimizer):
 
     def step_batch(self, group, matrices, grads, buffers):
         """Update matrices of one shape, and their momentum."""
-        buffer = torch.stack(buffers)  # (N, R, C)
-        grad = torch.stack(grads)
-        buffer.lerp_(grad, 1 - group["momentum"])
-        torch._foreach_copy_(buffers, buffer.unbind())
-        update = grad.lerp(buffer, group["momentum"])  # Nesterov
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        # Nesterov: (N, R, C)
+        update = torch.stack(grads).lerp(torch.stack(buffers), group["momentum"])
         # Each rank orthogonalizes its share of a batch, as in Parameter Golf. The rest of `result` is
         # zero, so the sum over ranks gathers the shares. Every rank has all momentum, so a run can
         # be resumed on another number of ranks.
@@ -2774,10 +2776,13 @@ class Clock(Stateful):
         return self.seconds[-1] + unknown_steps * self.median_step()
 
     def planned_share(self, step):
-        """Return the share of ITERATIONS or of the budget, at most 1, that `step` completes."""
+        """Return the share of ITERATIONS or of the budget that `step` completes.
+
+        It is above 1 if there are not so many steps, or if there is no time for another one.
+        """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
-        return min(1.0, max(by_steps, by_time))
+        return max(by_steps, by_time)
 
     def progress(self, step):
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
@@ -2785,7 +2790,7 @@ class Clock(Stateful):
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
         less than for the step before. Without ITERATIONS it is 0 for the first step.
         """
-        progress = self.planned_share(step)
+        progress = min(1.0, self.planned_share(step))
         if step:
             progress = max(progress, self.used[step - 1])
         if self.replay:
@@ -2795,7 +2800,7 @@ class Clock(Stateful):
 
     def is_last(self, step):
         """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
-        return step >= self.iterations or self.next_end() > self.budget
+        return self.planned_share(step) > 1
 
     def end_reason(self, step):
         """Return what has ended a run after so many steps: "iterations", "clock" or "replay"."""
@@ -3031,37 +3036,33 @@ def quantize(w, bits, clip_sigmas):
     return (w / scale[..., None]).round_().to(torch.int32), scale
 
 
-def quant_table(settings, widen=1.0):
+def quant_table(matrix_bits, widen=1.0):
     """Return the quantizers of a run: tensor class -> arguments of `quantize`.
 
-    widen: factor by which all steps are larger than the settings say, to meet a limit of bytes.
+    widen: factor by which all steps are larger than the bits say, to meet a limit of bytes.
     """
     return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS * widen},
+        "matrix": {"bits": matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS * widen},
         "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS * widen},
     }
 
 
-def quantize_groups(tensors, table):
-    """Yield names, codes (N, R, C), scales (N, 1) and bits of those tensors whose class the table
-    has; the N tensors of one shape together, because many small operations keep a GPU waiting.
+def quantize_all(tensors, table):
+    """Return name -> Coded, with the nearest codes, of those tensors whose class the table has.
+
+    Tensors of one shape are quantized together, because many small operations keep a GPU waiting.
     """
     groups = collections.defaultdict(list)
     for name, w in tensors.items():
         kind = tensor_class(name, w)
         if kind in table:
             groups[kind, w.flatten(1).shape].append(name)
+    coded = {}
     for (kind, _), names in groups.items():
         w = torch.stack([tensors[name].flatten(1) for name in names])
-        yield names, *quantize(w, **table[kind]), table[kind]["bits"]
-
-
-def quantize_all(tensors, table):
-    """Return name -> Coded, with the nearest codes, of those tensors whose class the table has."""
-    coded = {}
-    for names, codes, scales, bits in quantize_groups(tensors, table):
+        codes, scales = quantize(w, **table[kind])
         for name, *parts in zip(names, codes, scales, strict=True):
-            coded[name] = Coded(*parts, bits)
+            coded[name] = Coded(*parts, table[kind]["bits"])
     return {name: coded[name] for name in tensors if name in coded}
 
 
@@ -3089,13 +3090,10 @@ def quantized(network, table):
     through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
     tensors = network.state_dict()
-    params = []
-    values = []
-    for names, codes, scales, _ in quantize_groups(tensors, table):
-        group = [tensors[name] for name in names]
-        params += group
-        values += map(Tensor.view_as, dequantize(codes, scales), group)
-    return swapped(params, values)
+    coded = quantize_all(tensors, table)
+    params = [tensors[name] for name in coded]
+    weights = [dequantize(part.codes, part.scale) for part in coded.values()]
+    return swapped(params, map(Tensor.view_as, weights, params))
 
 
 def count_parameters(network):
@@ -3192,11 +3190,8 @@ def dequantize(codes, scale):
     return codes.float() * scale[..., None]
 
 
-class RansCoder:
-    """Codes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place.
-
-    Range ANS is a stack: what is to be decoded first is encoded last.
-    """
+class RansDecoder:
+    """Decodes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place."""
 
     def __init__(self, states, tables):
         """tables uint16 (K, 256), made by rans_table. Raises ArtifactError if one is not whole."""
@@ -3204,31 +3199,15 @@ class RansCoder:
         self.states = states
         # The low 14 bits of a state are a slot. A symbol has as many slots as its frequency says.
         # Slots are numbered through all tables, and `first` is a symbol's first one.
-        self.frequency = tables.astype(np.uint32).reshape(-1)
-        self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
-        # Of each slot, `steps` has the frequency of its symbol in the upper 16 bits and the slot's
-        # place among those of the symbol in the lower: one look-up is 1.5 times as fast as two.
-        slots = np.arange(self.frequency.sum(), dtype=np.uint32)
-        places = slots - np.repeat(self.first, self.frequency)
-        self.steps = np.repeat(self.frequency << 16, self.frequency) | places
-        symbols = np.arange(len(self.frequency)).astype(np.uint8)
-        self.symbols = np.repeat(symbols, self.frequency)
-
-    def encode(self, pairs):
-        """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
-        frequency = self.frequency.take(pairs)
-        start = self.first.take(pairs) % RANS_TOTAL
-        lanes = len(self.states)
-        chunks = [np.empty(0, np.uint16)]
-        for begin in reversed(range(0, len(pairs), lanes)):
-            f = frequency[begin : begin + lanes]
-            x = self.states[: len(f)]  # a view; the last symbols may need only some of the lanes
-            full = x >= f << (32 - RANS_BITS)
-            chunks.append(x[full].astype(np.uint16))
-            x[full] >>= 16
-            # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
-            x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
-        return np.concatenate(chunks[::-1])
+        frequency = tables.astype(np.uint32).reshape(-1)
+        first = np.cumsum(frequency, dtype=np.uint32) - frequency
+        # `owners` has table << 8 | symbol of each slot. `steps` has the frequency of a slot's symbol
+        # in the upper 16 bits and the slot's place among those of the symbol in the lower: one
+        # look-up is 1.5 times as fast as two.
+        owners = np.repeat(np.arange(len(frequency)), frequency)
+        places = np.arange(len(owners), dtype=np.uint32) - first[owners]
+        self.steps = frequency[owners] << 16 | places
+        self.symbols = owners.astype(np.uint8)
 
     def decode(self, tables, words):
         """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
@@ -3269,7 +3248,10 @@ def unzip(frame, limit, source):
 
 def read_artifact_header(data):
     """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    require(
+        data.startswith(ARTIFACT_MAGIC),
+        "is no underpar artifact; a model is a run, a checkpoint or an artifact",
+    )
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version in READABLE_VERSIONS, f"version {version}, this code reads 9 and 10")
     is_whole = hashlib.sha256(memoryview(data)[:-32]).digest() == data[-32:]
@@ -3308,9 +3290,9 @@ def decode_artifact(data):
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
-    dtypes = [array.dtype for array in (states, tables, sizes)]
+    dtypes = [states.dtype, tables.dtype, sizes.dtype]
     require(dtypes == ["<u4", "<u2", "|u1"], "the coder's streams are not u32, u16 and u8")
-    coder = RansCoder(states, tables.reshape(97, 256))
+    decoder = RansDecoder(states, tables.reshape(97, 256))
     codes_in_words = 0
     tensors = {}
     coded = {}
@@ -3325,7 +3307,7 @@ def decode_artifact(data):
             ends = [height, height + math.prod(width)]
             rows, columns, sizes = np.split(sizes, ends)
             contexts = np.add.outer(rows, columns).reshape(-1)
-            array = coder.decode(contexts, array).view(np.int8)
+            array = decoder.decode(contexts, array).view(np.int8)
         values = torch.from_numpy(array).view(shape)
         if array.dtype == np.int8:
             scale = torch.tensor([record["scale"]], dtype=torch.float16)
@@ -3377,6 +3359,27 @@ def rans_table(counts):
     return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
 
 
+def rans_encode(pairs, states, tables):
+    """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol.
+
+    tables uint16 (K, 256), made by rans_table; `states` uint32 (lanes,) move on in place. Range ANS
+    is a stack: what is to be decoded first is encoded last.
+    """
+    frequency = tables.astype(np.uint32).take(pairs)
+    start = (tables.cumsum(1, dtype=np.uint32) - tables).take(pairs)
+    lanes = len(states)
+    chunks = [np.empty(0, np.uint16)]
+    for begin in reversed(range(0, len(pairs), lanes)):
+        f = frequency[begin : begin + lanes]
+        x = states[: len(f)]  # a view; the last symbols may need only some of the lanes
+        full = x >= f << (32 - RANS_BITS)
+        chunks.append(x[full].astype(np.uint16))
+        x[full] >>= 16
+        # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
+        x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
+    return np.concatenate(chunks[::-1])
+
+
 def size_numbers(mean_squares):
     """Return sizes uint8, from 0 to 48, of mean squares: quarter octaves of their roots."""
     octaves = mean_squares.clamp(2**-8, 2**16).log2()
@@ -3405,8 +3408,8 @@ def entropy_bytes(counts):
     return (counts * (totals / counts.clamp(min=1)).log2()).sum().item() / 8
 
 
-def model_codes(codes):
-    """Return what precedes coding of codes (name -> int32 (R, C)): arrays, pairs, counts.
+def model_codes(coded):
+    """Return what precedes coding of `coded`, name -> Coded: arrays, pairs, counts.
 
     arrays: what is stored, by name: first the coder's own, then the symbols of each tensor. pairs
     (name -> int16) and counts (97, 256) are those of count_symbols, of the tensors whose symbols
@@ -3417,16 +3420,16 @@ def model_codes(codes):
     sizes = [torch.empty(0, dtype=torch.uint8)]
     escapes = [torch.empty(0, dtype=torch.int32)]
     counts = torch.zeros(97, 256, dtype=torch.int64)
-    for name, tensor in codes.items():
-        part, pairs[name], ends, count = count_symbols(tensor)
-        symbols[name] = part.cpu().numpy()
-        escapes.append(tensor[part == ESCAPE].cpu())
-        if tensor_class(name, tensor) == "embedding":
+    for name, part in coded.items():
+        codes, tensor_pairs, ends, count = count_symbols(part.codes)
+        symbols[name] = codes.cpu().numpy()
+        escapes.append(part.codes[codes == ESCAPE].cpu())
+        if tensor_class(name, codes) == "embedding":
             # Rows of tokens that rarely occur are alike, and zstd finds them: without it artifacts
             # of the records take up to 2.7% more bytes (docs/lab/2026-11.md, 2026-11-27).
             if len(ARTIFACT_ZSTD.compress(symbols[name].tobytes())) <= entropy_bytes(count):
-                del pairs[name]
                 continue
+        pairs[name] = tensor_pairs
         sizes.append(ends.cpu())
         counts += count.cpu()
     # Lanes move side by side, so many are fast; each of them costs 2 bytes.
@@ -3446,10 +3449,10 @@ def pack_artifact(tensors, coded, **header):
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
     """
-    arrays, pairs, _ = model_codes({name: part.codes for name, part in coded.items()})
-    coder = RansCoder(arrays["lane_states"], arrays["tables"])
+    arrays, pairs, _ = model_codes(coded)
     for name in reversed(pairs):  # what is to be decoded first is encoded last
-        arrays[name] = coder.encode(pairs[name].cpu().numpy())
+        codes = pairs[name].cpu().numpy()
+        arrays[name] = rans_encode(codes, arrays["lane_states"], arrays["tables"])
     for name, tensor in tensors.items():
         if name not in coded:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
@@ -3459,7 +3462,7 @@ def pack_artifact(tensors, coded, **header):
     records = {}
     for name, array in arrays.items():
         payload = ARTIFACT_ZSTD.compress(array.tobytes())
-        shape = tensors[name].shape if name in tensors else array.shape
+        shape = tensors.get(name, array).shape
         record = {"shape": shape, "dtype": array.dtype.str, "length": len(payload)}
         if name in coded:
             record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
@@ -3505,7 +3508,7 @@ def fit_artifact(network, widen, limit, header, run, pack=True):
     tensors = network.state_dict()
     data = b""
     for _ in range(FIT_ATTEMPTS):
-        coded = quantize_all(tensors, quant_table(run.settings, widen))
+        coded = quantize_all(tensors, quant_table(run.settings.matrix_bits, widen))
         if pack:
             # Rank 0's artifact is the one that is written; others may differ in a last digit.
             data = run.runtime.agree(pack_artifact(tensors, coded, **header))
@@ -3527,7 +3530,7 @@ def estimate_bytes(tensors, coded, header):
 
     It takes a fraction of the time that coding takes, and the clock of training runs.
     """
-    arrays, pairs, counts = model_codes({name: part.codes for name, part in coded.items()})
+    arrays, pairs, counts = model_codes(coded)
     controls = {name: w for name, w in tensors.items() if name not in coded}
     size = len(pack_artifact(controls, {}, **header)) + entropy_bytes(counts)
     for name in arrays.keys() - pairs.keys():
@@ -3550,93 +3553,86 @@ CHANGED_COPY = (
 MAX_LAYERS = 1024  # bounds the time that a forged file can take
 
 
-def stored_shape(meta):
-    """Return the shape of the network in a checkpoint, of its meta.json.
-
-    Older checkpoints have it among the identity of their run, whose other values are left out.
-    """
-    identity = meta.get("identity", {})
-    # In the order of the fields: an artifact's header has it, and the same input gives the same bytes.
-    names = [name for name in GPTConfig.__dataclass_fields__ if name in identity]
-    return meta.get("shape") or {name: identity[name] for name in names}
-
-
-def require_weights(tensors):
-    """Raise ArtifactError unless the content of a model.pt is name -> tensor of weights."""
-    require(isinstance(tensors, dict), "model.pt has no names of tensors")
-    for name, tensor in tensors.items():
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_nested
-        # PyTorch has few operations for floats of 8 bits.
-        is_weight = is_plain and tensor.is_floating_point() and tensor.element_size() > 1
-        require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
-
-
-def checked_config(shape, source):
+def checked_config(shape):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    Raises ArtifactError, which names the source, for a field that is unknown or has a wrong value.
+    Any error if a field is unknown or has a wrong value.
     """
-    kinds = {one.name: one.type for one in fields(GPTConfig)}
-    with one_line(source):
-        check_json(shape, {}, "its settings")
-    for name in shape:
+    kinds = {one.name: one.type for one in fields(GPTConfig)} | {"rope_scaling": [float]}
+    require(
+        shape,
+        "has no settings of its network; a version before 2026-11-27 wrote it: use the script in the "
+        "log of its run",
+    )
+    check_json(shape, dict, "its settings")
+    for name, value in shape.items():
         require(
             name in kinds,
-            f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
+            f"has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
         )
-    with one_line(source):
-        check_json(shape, {name: kinds[name] for name in shape}, "its settings")
-    for name, value in shape.items():
+        check_json(value, kinds[name], f"its settings.{name}")
         is_small = type(value) is not int or value < 1 << 31
-        require(is_small, f"{source} has {name}={value!r:.30}: must be below 2**31")
-    scaling = shape.get("rope_scaling") or []
-    are_numbers = all(type(one) in (int, float) for one in scaling)
-    is_right = len(scaling) in (0, 4) and are_numbers
-    require(is_right, f"{source} has rope_scaling={scaling!r:.80}: must be 4 numbers")
-    count = 1 + str(shape.get("layers")).count(" ")
-    require(count <= MAX_LAYERS, f"{source} has more than {MAX_LAYERS} layers")
-    with one_line(f"{source} lacks a field of its network's settings"):
-        return GPTConfig(**shape)
+        require(is_small, f"has {name}={value!r:.30}: must be below 2**31")
+    with one_line("lacks a field of its network's settings"):
+        config = GPTConfig(**shape)
+    scaling = config.rope_scaling
+    require(len(scaling) in (0, 4), f"has rope_scaling={scaling!r:.80}: must be 4 numbers")
+    require(
+        len(config.layers.split()) <= MAX_LAYERS, f"its network has more than {MAX_LAYERS} layers"
+    )
+    return config
 
 
-def empty_network(config, source):
+def empty_network(config):
     """Return a network without memory (device meta). ArtifactError if the config has no network."""
-    with one_line(f"{source} has settings that make no network"), torch.device("meta"):
+    with one_line("has settings that make no network"), torch.device("meta"):
         return GPT(config)
 
 
-def check_tensors(network, tensors, source):
+def check_weights(tensors):
+    """Raise any error unless these are name -> tensor of finite floats, which the file has in full."""
+    for name, tensor in tensors.items():
+        with one_line(f"tensor {name!r:.80}"):
+            # PyTorch has few operations for floats of 8 bits.
+            is_float = tensor.is_floating_point() and tensor.element_size() > 1
+            require(is_float, f"is no tensor of weights, but of {tensor.dtype}")
+            # An expanded tensor of a forged file has few bytes and any number of weights.
+            size = tensor.numel() * tensor.element_size()
+            require(size <= tensor.untyped_storage().nbytes(), "has fewer weights than its shape")
+            # A float64 may be beyond float32's range, in which the network is.
+            low_and_high = torch.stack(tensor.aminmax()).float()
+            require(
+                low_and_high.isfinite().all(),
+                "has NaN or infinite weights; take a model or a checkpoint from before they arose",
+            )
+
+
+def shape_of(tensors, name):
+    """Return the shape of a tensor, or "missing"."""
+    return list(tensors[name].shape) if name in tensors else "missing"
+
+
+def check_tensors(network, tensors):
     """Raise ArtifactError unless the tensors are those of the network by name and shape."""
     expected = network.state_dict()
-    for name in tensors:
+    for name in {**tensors, **expected}:
+        shape = shape_of(tensors, name)
+        wanted = shape_of(expected, name)
         require(
-            name in expected,
-            f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}",
-        )
-    for name, param in expected.items():
-        require(
-            name in tensors,
-            f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}",
-        )
-        shape = tuple(tensors[name].shape)
-        require(
-            shape == param.shape,
-            f"{source} has the tensor {name!r} of shape {shape}, which is {tuple(param.shape)} in "
-            f"this script; {CHANGED_COPY}",
+            shape == wanted,
+            f"the tensor {name!r:.80} is {shape}, and {wanted} in this script's network; "
+            f"{CHANGED_COPY}",
         )
 
 
-def check_finite(tensors, source):
-    """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
-    for name, tensor in tensors.items():
-        # A float64 may be beyond float32's range, in which the network is.
-        low_and_high = torch.stack(tensor.aminmax()).float()
-        require(
-            low_and_high.isfinite().all(),
-            f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
-            "checkpoint from before they arose",
-        )
+def fill_network(network, tensors):
+    """Give a network without memory these tensors as its weights, and return it. ArtifactError."""
+    check_tensors(network, tensors)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
+    return network
 
 
 # === end: rebuild ===
@@ -3654,16 +3650,15 @@ class Stored:
     sha256: str | None  # of the tokenizer; None: not known
 
     def read_tensors(self):
-        """Return the weights by name. Raises ArtifactError."""
+        """Return the weights by name. Any error if they are damaged."""
         if self.file.is_file():
-            with one_line(self.source):
-                return read_artifact(self.file)[1]
-        with one_line(f"{self.source} cannot be read"):
+            _, tensors, _ = read_artifact(self.file)
+        else:
             # The file's own pages are the weights: they are read once, and copied where they change.
             path = self.file / "model.pt"
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            require_weights(tensors)
-            return tensors
+        check_weights(tensors)
+        return tensors
 
 
 def read_stored(name, path):
@@ -3680,35 +3675,26 @@ def read_stored(name, path):
         raise UserError(f"{source}: first python convert.py import {path} runs/imported")
     if (file / "model.upar").is_file():
         file = file / "model.upar"
-    if file.is_file():
-        with one_line(f"{source}: must be a run, a checkpoint or an artifact; {file}"):
+    elif file.is_dir():
+        file, faults = newest_checkpoint(file)
+        if file is None:
+            reasons = "; ".join(faults)
+            raise UserError(f"{source}: neither model.upar nor a whole checkpoint; {reasons}")
+    source = f"{source}: {file}"
+    with one_line(source):
+        if file.is_file():
             header, _ = read_artifact_header(file.read_bytes())
-        tokenizer = file.parent / header["meta"]["tokenizer"]
-        config = checked_config(header["settings"], f"{source}: {file}")
-        return Stored(f"{source}: {file}", file, config, tokenizer, header["tokenizer_sha256"])
-    folder, faults = newest_checkpoint(file)
-    if folder is None:
-        raise UserError(f"{source}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
-    source = f"{source}: {folder}"
-    with one_line(f"{source} cannot be read"):
-        meta = json.loads((folder / "meta.json").read_bytes())
-        shape = stored_shape(meta)
-        sha256 = meta.get("identity", {}).get("tokenizer_sha256")
-    # The run's folder has the tokenizer's file under the name that the data have for it.
-    beside = [*folder.parent.glob("*.model"), *folder.parent.glob("*.tiktoken")]
-    tokenizer = (beside or [Path("bytes")])[0]
-    return Stored(source, folder, checked_config(shape, source), tokenizer, sha256)
-
-
-def fill_network(network, tensors, source):
-    """Give a network without memory these tensors as its weights, and return it. ArtifactError."""
-    check_tensors(network, tensors, source)
-    check_finite(tensors, source)
-    empty = dict(network.named_parameters())
-    network.load_state_dict(tensors, assign=True)
-    for name, param in network.named_parameters():
-        vars(param).update(vars(empty[name]))  # Muon's splits
-    return network
+            shape = header["settings"]
+            sha256 = header["tokenizer_sha256"]
+            tokenizer = file.parent / header["meta"]["tokenizer"]
+        else:
+            meta = json.loads((file / "meta.json").read_bytes())
+            shape = meta.get("shape")
+            sha256 = meta.get("identity", {}).get("tokenizer_sha256")
+            # The run's folder has the tokenizer's file under the name that the data have for it.
+            run = file.parent
+            tokenizer = [*run.glob("*.model"), *run.glob("*.tiktoken"), Path("bytes")][0]
+        return Stored(source, file, checked_config(shape), tokenizer, sha256)
 
 
 # === end: stored ===
@@ -3726,35 +3712,35 @@ def find_start(path, name="INIT_FROM"):
     return read_stored(name, str(final) if path and final.is_dir() else path)
 
 
-def describe_start(settings, source, values):
+def imported_values(start, defaults):
+    """Return the settings that a start has in place of the defaults if it was imported, otherwise {}.
+
+    start: a Stored, also of a run that began with an imported model. defaults: those that are not
+    by the size of the network.
+    """
+    # Imports before 2026-11-27 are known by their tokenizer alone.
+    if not start.config.context and start.tokenizer.name != "imported.tiktoken":
+        return {}
+    with one_line(start.source):
+        network = empty_network(start.config)
+    weights = sum(param.numel() for param in network.parameters())
+    # One core packs 8 million weights in a second: 16 s for the 135 million of SmolLM2 (docs/lab.md).
+    return {**defaults, "reserve_seconds": 5.0 + round(weights / 6e6)}
+
+
+def describe_start(settings, defaults):
     """Return the lines of the log that say from which file INIT_FROM took the weights.
 
-    values: settings that an imported start has in place of the defaults.
+    defaults: see imported_values.
     """
-    text = f"start: {source}"
-    if Path(settings.init_from).is_dir() and Path(source).name == "model.upar":
+    start = find_start(settings.init_from)
+    text = f"start: {start.file}"
+    if Path(settings.init_from).is_dir() and start.file.name == "model.upar":
         text += ", rounded weights: the run is of an older version and has no folder `final`"
+    values = imported_values(start, defaults)
     if values:
         text += f"\nstart: the model was imported; its defaults are {name_values(values)}"
     return text
-
-
-def is_imported(config, tokenizer_file):
-    """Return whether a network came from a model of transformers, also in runs that began with it."""
-    # Imports before 2026-11-27 are known by their tokenizer alone.
-    return config.context > 0 or tokenizer_file == "imported.tiktoken"
-
-
-def imported_values(config, tokenizer_file, defaults):
-    """Return the settings that an imported start has in place of the defaults, {} for another start.
-
-    defaults: those that are not by the size of the network.
-    """
-    if not is_imported(config, tokenizer_file):
-        return {}
-    weights = sum(param.numel() for param in empty_network(config, "INIT_FROM").parameters())
-    # One core packs 8 million weights in a second: 16 s for the 135 million of SmolLM2 (docs/lab.md).
-    return {**defaults, "reserve_seconds": 5.0 + round(weights / 6e6)}
 
 
 # === end: starts ===
@@ -3829,10 +3815,10 @@ class Scorer:
             positions = np.minimum(positions, len(tokens) - 2)  # what fills a short row
             ids = torch.from_numpy(tokens[positions])
             # The model's loss of the target -1 is 0.
-            targets = torch.from_numpy(np.where(is_scored, tokens[positions + 1], -1))
+            targets = torch.from_numpy(np.where(is_scored, tokens[positions + 1], -1)).to(device)
             borders = document_borders(ids, self.bos_id, device)
-            losses = model(ids.to(device), targets.to(device), *borders)
-            sums += torch.stack([losses.double().sum(), (targets >= 0).sum().to(device)])
+            losses = model(ids.to(device), targets, *borders)
+            sums += torch.stack([losses.double().sum(), (targets >= 0).sum()])
         nats, count = self.runtime.sum(sums).tolist()
         assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
         return Score(nats, int(count), text.bytes)
@@ -3845,24 +3831,27 @@ class Scorer:
 KEEP_CHECKPOINTS = 2  # the newest, and one before it in case the newest is damaged
 
 
+def write_summed(path, data):
+    """Write a file of a checkpoint; return its line of SHA256SUMS. Raises OSError."""
+    replace_file(path, data)
+    return f"{hashlib.sha256(data).hexdigest()}  {path.name}\n"
+
+
 def write_checkpoint(folder, states, meta):
     """Write a folder of meta.json, <name>.pt and SHA256SUMS under another name, and rename it.
 
     states: name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
-    files = {"meta.json": json.dumps(meta).encode()}
-    for name, state in states.items():
-        buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
-        torch.save(state, buffer)
-        files[f"{name}.pt"] = buffer.getvalue()
-    sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
-    files["SHA256SUMS"] = "".join(sums).encode()
     unfinished = folder.parent / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         unfinished.mkdir()
-        for name, data in files.items():
-            replace_file(unfinished / name, data)
+        lines = [write_summed(unfinished / "meta.json", json.dumps(meta).encode())]
+        for name, state in states.items():
+            buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
+            torch.save(state, buffer)
+            lines.append(write_summed(unfinished / f"{name}.pt", buffer.getbuffer()))
+        replace_file(unfinished / "SHA256SUMS", "".join(lines).encode())
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
         unfinished.rename(folder)
     finally:
@@ -3879,6 +3868,16 @@ def save_checkpoint(folder, step, states, meta):
     # from it.
     for old in folders[:newest] + folders[newest + KEEP_CHECKPOINTS :]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def saved_state(folder):
+    """Return what the folder of a run that was stopped has, and what RESUME does with it."""
+    if (folder / "result.json").exists():
+        return "everything was saved"
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        return f"nothing was saved; {folder} may be deleted"
+    return f"RESUME={folder} continues from {checkpoints[0].name}"
 
 
 def find_run(setting, name, out_dir):
@@ -3924,22 +3923,19 @@ def checkpoint_to_resume(folder):
 def read_record(setting, path):
     """Return what a JSON file of a run holds, with exactly the settings of this script.
 
-    setting: RESUME or REPLAY, which a UserError blames.
+    setting: RESUME or REPLAY, which a UserError blames. Older versions had other settings.
     """
     try:
         record = json.loads(path.read_bytes())
         check_json(record, {"settings": {}}, "it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(f"{setting}: {path} cannot be read: {error}") from None
-    # A setting that has become a constant since then may be there with the constant's value.
-    retired = {name.lower(): value for name, value in OTHER_NAMES.items()}
-    stored = {name for name, value in record["settings"].items() if value != retired.get(name)}
-    different = sorted(stored ^ Settings.__dataclass_fields__.keys())  # in one of both alone
+    different = record["settings"].keys() ^ Settings.__dataclass_fields__.keys()
     if different:
-        names = ", ".join(different).upper()
+        names = ", ".join(sorted(different)).upper()
         raise UserError(
             f"{setting}: only one of {path} and this script has {names}; must be of a run of this "
-            "script, in this version"
+            "script, in this version: the run's log.txt begins with the script that it needs"
         )
     return record
 
@@ -4053,16 +4049,21 @@ def make_tracker(settings, folder, checkpoint):
 
 
 class LineFile:
-    """A file to which whole lines are appended, each of which stays if the process is killed."""
+    """A file to which whole lines are appended, each of which stays if the process is killed.
+
+    It stays open: on a network's file system each opening and closing would take a round trip.
+    """
 
     def __init__(self, path):
         self.path = path
-        self.file = open(path, "ab", buffering=0)
+        self.file = None  # until the first line
 
     def write(self, text):
         """Append text and a newline; an OSError is a warning: a full disk may have room again."""
         data = text.encode(errors="backslashreplace") + b"\n"
         try:
+            if self.file is None:
+                self.file = open(self.path, "ab", buffering=0)
             end = self.file.seek(0, os.SEEK_END)
             try:
                 while data:
@@ -4074,28 +4075,21 @@ class LineFile:
             write_stream(sys.stderr, f"{self.path.name}: {error}\n")
 
 
-def write_source(path, source):
-    """Append the script to log.txt, unless it is there from before RESUME. Raises OSError."""
-    source = source.decode() + f"\n{'=' * 120}\n"
-    with open(path, "a+", encoding="utf-8") as log:
-        log.seek(0)
-        if source not in log.read():
-            log.write(source)
+def remove_repeated(folder, step):
+    """Remove from the .jsonl files of a run the rows that it writes again when resumed after `step`.
 
-
-def remove_repeated(path, step, is_score):
-    """Remove from a .jsonl file of a run the rows that it writes again when resumed after `step`.
-
-    is_score: function of a row; scores of `step` are made again, but not those of the start.
+    Scores of `step` are made again, but not those of the start.
     """
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        with contextlib.suppress(ValueError):  # a line that was cut when the process was killed
-            row = json.loads(line)
-            is_made_again = is_score(row) and 0 < row["step"] == step
-            if row["step"] <= step and not is_made_again:
-                kept.append(line)
-    replace_file(path, b"".join(kept))
+    for path in filter(Path.exists, (folder / "metrics.jsonl", folder / "samples.jsonl")):
+        kept = []
+        for line in path.read_bytes().splitlines(keepends=True):
+            with contextlib.suppress(ValueError):  # a line that was cut when the process was killed
+                row = json.loads(line)
+                is_score = "train_time" not in row and row.get("phase") != "train"
+                is_made_again = is_score and 0 < row["step"] == step
+                if row["step"] <= step and not is_made_again:
+                    kept.append(line)
+        replace_file(path, b"".join(kept))
 
 
 class Log:
@@ -4107,36 +4101,38 @@ class Log:
 
     def __init__(self, iterations):
         self.iterations = iterations
-        self.file = None
+        self.file = None  # log.txt
         self.metrics_file = None
         self.tracker = None
         self.last_line = time.monotonic()
 
-    def open(self, folder, tracker):
-        """Begin to write in a run's folder; tracker: see make_tracker. Raises OSError."""
-        self.tracker = tracker
+    def open(self, folder, source, tracker):
+        """Begin to write in a run's folder. log.txt has the script first. Raises OSError.
+
+        source: bytes of the script; they may be there from before RESUME. tracker: see make_tracker.
+        """
         self.file = LineFile(folder / "log.txt")
         self.metrics_file = LineFile(folder / "metrics.jsonl")
+        self.tracker = tracker
+        text = source + b"\n" + b"=" * 120 + b"\n"
+        with open(folder / "log.txt", "ab+") as file:
+            file.seek(0)
+            if text not in file.read():
+                file.write(text)
         ERROR_LOGS[:] = [self.file]
 
-    def resume(self, step):
-        """Go on behind `step` in metrics.jsonl."""
-        if self.metrics_file:
-            path = self.metrics_file.path
-            remove_repeated(path, step, lambda row: "train_time" not in row)
-            self.metrics_file = LineFile(path)
-
     def __call__(self, text, stream=None):
-        """Write text to the file and to a stream, sys.stdout if it is None."""
+        """Write text to log.txt and to a stream, sys.stdout if it is None."""
         if self.file is None:
             return
         self.last_line = time.monotonic()
         self.file.write(text)
-        self.show(f"{CLEAR_LINE * sys.stdout.isatty()}{text}\n", stream)
+        self.show(f"{text}\n", stream)
 
     def show(self, text, stream=None):
-        """Write text to a stream alone, sys.stdout if it is None."""
-        error = write_stream(stream or sys.stdout, text)
+        """Write text to a stream alone. On a terminal it replaces the line of progress."""
+        clear = CLEAR_LINE * sys.stdout.isatty()
+        error = write_stream(stream or sys.stdout, clear + text)
         if error:
             self.file.write(f"note: the output has ended ({error}); the run and this log go on")
 
@@ -4173,7 +4169,7 @@ class Log:
         if seconds_left is None or step <= 5 or step == self.iterations or self.is_due():
             self(line)
         elif sys.stdout.isatty():
-            self.show(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}")
+            self.show(f"{seconds_left:.0f} s left {line}")
 
 
 # === end: log ===
@@ -4210,17 +4206,19 @@ class StopSignal:
 
     def receive(self, number, frame):
         """Handle a signal."""
-        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
-            self.run.end_at_once(number, frame)
-        if not self.number and self.run.runtime.rank == 0:
+        if self.number:
+            # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
+            if time.monotonic() - self.received > 1:
+                self.run.end_at_once(number, frame)
+            return
+        self.received = time.monotonic()
+        self.number = number
+        if self.run.runtime.rank == 0:
             name = signal.Signals(number).name
             text = f"{name}: the run stops after this step; a second signal ends it at once\n"
             with contextlib.suppress(OSError):  # nobody reads it
                 # Not by print, which this signal may have interrupted.
                 os.write(sys.stderr.fileno(), text.encode())
-        self.number = number
-        self.received = time.monotonic()
 
     def on_any_rank(self, runtime):
         """Return whether any rank has got a signal; every rank must call it."""
@@ -4242,7 +4240,7 @@ class Run(Stateful):
     plan: Plan
     clock: Clock
     identity: dict  # values that must not change when a run is resumed
-    shape: dict = field(default_factory=dict)  # of the network, see GPTConfig
+    shape: dict  # of the network, see GPTConfig
 
     def __post_init__(self):
         settings = self.settings
@@ -4254,33 +4252,18 @@ class Run(Stateful):
         self.log = Log(settings.iterations)
         self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
         self.events = []
+        self.changed = {}  # settings that are others than before RESUME
         self.step = 0
         self.loss = math.nan  # of the last step that was logged
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.saved_step = -1  # of the newest checkpoint
+        self.saved_step = -1  # the last one at which `save` was called
         # Why training has ended: "iterations", "clock", "replay", "signal" or a word of the script.
         self.ended = ""
         # Of the run's begin: you may change the script and commit while it trains.
         self.source = Path(__file__).read_bytes()
         self.machine = describe_machine(self.runtime)
-        self.code_bytes = len(self.source)
-        if settings.config:
-            if not os.path.isfile(settings.config):
-                raise UserError(
-                    f"CONFIG={settings.config!r}: no such file; must be where it is now, because its "
-                    "bytes count"
-                )
-            self.code_bytes += os.path.getsize(settings.config)
-        if 0 < settings.artifact_bytes_max <= self.code_bytes:
-            raise UserError(
-                f"ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}: must be above {self.code_bytes}, "
-                "the bytes of the script and of CONFIG, which count"
-            )
-
-    def load_state_dict(self, saved):
-        """Replace the state by a saved one. Checkpoints before 2026-11-28 have no loss."""
-        super().load_state_dict({"loss": math.nan, **saved})
+        self.code_bytes = count_code(settings, self.source)
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None.
@@ -4294,6 +4277,7 @@ class Run(Stateful):
             checkpoint, damaged = checkpoint_to_resume(self.folder)
             meta = json.loads((checkpoint / "meta.json").read_bytes())
             check_identity(self.identity, meta["identity"])  # on all ranks
+            self.changed = changed_settings(self.settings, meta["settings"])
         if self.runtime.rank == 0:
             run_id = self.settings.run_id
             if checkpoint is None and (any(self.folder.glob("*")) or Path(run_id).name != run_id):
@@ -4303,40 +4287,22 @@ class Run(Stateful):
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
             tracker = make_tracker(self.settings, self.folder, checkpoint)
-            write_source(self.folder / "log.txt", self.source)
-            self.log.open(self.folder, tracker)
+            self.log.open(self.folder, self.source, tracker)
             write_header(self)
             for line in damaged:
                 self.log(line)
         checkpoint = self.runtime.agree(checkpoint)
         if self.runtime.distributed:
-            self.await_folder()
+            await_folder(self)
         return checkpoint
 
-    def await_folder(self):
-        """Raise UserError if this rank's node does not see the folder; NFS shows it after a while."""
-        for _ in range(FOLDER_SECONDS):
-            if (self.folder / "log.txt").exists():
-                return
-            time.sleep(1)
-        raise UserError(
-            f"OUT_DIR={self.settings.out_dir!r}: rank {self.runtime.rank} does not see the run's folder "
-            f"{self.folder}; must be on a file system that all nodes share"
-        )
-
     def end_at_once(self, number, frame):
-        """Handle a signal before the first step or after the last one: end the process.
-
-        A line says what the folder has.
-        """
-        state = f"nothing was saved; {self.folder} may be deleted"
+        """Handle a signal before the first step or after the last one: end the process."""
         try:
-            if checkpoints := list_checkpoints(self.folder):
-                state = f"RESUME={self.folder} continues from {checkpoints[0].name}"
-            if (self.folder / "result.json").exists():
-                state = "everything was saved"
             if self.runtime.rank == 0:
-                report_error(f"stopped by {signal.Signals(number).name}: {state}")
+                report_error(
+                    f"stopped by {signal.Signals(number).name}: {saved_state(self.folder)}"
+                )
         finally:  # whatever becomes of the text
             os._exit(128 + number)
 
@@ -4394,18 +4360,52 @@ class Run(Stateful):
         """
         load_parts(self.parts, folder, optional, device or self.runtime.device)
         self.saved_step = self.step
-        self.log.resume(self.step)
-        meta = json.loads((folder / "meta.json").read_bytes())
-        changed = changed_settings(self.settings, meta["settings"])
-        self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
-        progress = max(self.clock.used, default=0.0)
-        share = self.clock.planned_share(self.step)
-        if share < 0.9 * progress and not self.settings.replay:
-            self.log(
-                f"note: the run was at {progress:.0%} of its plan, and is at {share:.0%} of the one that "
-                f"is given now; rates, phases and averages stand still until it is at {progress:.0%} "
-                "again. INIT_FROM begins a plan anew"
+        if self.runtime.rank == 0:
+            remove_repeated(self.folder, self.step)
+        self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=self.changed)
+        note_longer_plan(self)
+
+
+def count_code(settings, source):
+    """Return the bytes of the script and of CONFIG, which count like the artifact's. UserError."""
+    count = len(source)
+    if settings.config:
+        if not os.path.isfile(settings.config):
+            raise UserError(
+                f"CONFIG={settings.config!r}: no such file; must be where it is now, because its bytes "
+                "count"
             )
+        count += os.path.getsize(settings.config)
+    if 0 < settings.artifact_bytes_max <= count:
+        raise UserError(
+            f"ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}: must be above {count}, the bytes of the "
+            "script and of CONFIG, which count"
+        )
+    return count
+
+
+def await_folder(run):
+    """Raise UserError if this rank's node does not see the folder; NFS shows it after a while."""
+    for _ in range(FOLDER_SECONDS):
+        if (run.folder / "log.txt").exists():
+            return
+        time.sleep(1)
+    raise UserError(
+        f"OUT_DIR={run.settings.out_dir!r}: rank {run.runtime.rank} does not see the run's folder "
+        f"{run.folder}; must be on a file system that all nodes share"
+    )
+
+
+def note_longer_plan(run):
+    """Log that a resumed run is less far in the plan that is given now than it was in its own."""
+    progress = run.plan.progress
+    share = run.clock.planned_share(run.step)
+    if share < 0.9 * progress and not run.settings.replay:
+        run.log(
+            f"note: the run was at {progress:.0%} of its plan, and is at {share:.0%} of the one that "
+            f"is given now; rates, phases and averages stand still until it is at {progress:.0%} "
+            "again. INIT_FROM begins a plan anew"
+        )
 
 
 # The settings behind those values of a run's identity and of GPTConfig that have another name.
@@ -4423,10 +4423,19 @@ SETTING_NAMES = {
 def check_identity(identity, before):
     """Raise UserError if a value that must not change is another one than in the checkpoint."""
     for name, value in before.items():
-        if identity.get(name) != value:
+        given = identity.get(name)
+        if given != value:
             setting = SETTING_NAMES.get(name, name.upper())
-            given = identity.get(name)
             raise UserError(f"{setting}={given!r}: must stay {value!r} under RESUME")
+
+
+def changed_settings(settings, before):
+    """Return the settings of a resumed run that differ from those before, but for its name."""
+    return {
+        name: value
+        for name, value in asdict(settings).items()
+        if value != before[name] and name not in ("resume", "run_id", "out_dir")
+    }
 
 
 def load_parts(parts, folder, optional, device):
@@ -4440,17 +4449,10 @@ def load_parts(parts, folder, optional, device):
     except Exception as error:  # each part has errors of its own for a state that does not fit
         if is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())
-        raise UserError(f"RESUME: {folder} is no checkpoint of this run: {reason:.300}") from None
-
-
-def changed_settings(settings, before):
-    """Return the settings of a resumed run that differ from those before, but for its name."""
-    return {
-        name: value
-        for name, value in asdict(settings).items()
-        if value != before[name] and name not in ("resume", "run_id", "out_dir")
-    }
+        raise UserError(
+            f"RESUME: {folder} is no checkpoint of this run: {error!r:.300}; must be of this version of "
+            "the script, and log.txt begins with the one that it needs"
+        ) from None
 
 
 def write_header(run):
@@ -4468,7 +4470,7 @@ def count_skipped(run, report):
     Raises FloatingPointError for MAX_SKIPPED_STEPS of them in a row, and for a weight that is not
     finite, which no later step can mend.
     """
-    if math.isfinite(report.loss) and math.isfinite(report.grad_norm):
+    if math.isfinite(report.loss + report.grad_norm):
         run.skipped_in_a_row = 0
         return
     run.skipped_steps += 1
@@ -4483,8 +4485,9 @@ def count_skipped(run, report):
     else:
         return
     if run.skipped_steps == run.step:
-        start = run.settings.init_from
-        error += f", from the first step on: INIT_FROM={start!r} or the data are bad"
+        error += (
+            f", from the first step on: INIT_FROM={run.settings.init_from!r} or the data are bad"
+        )
     elif not bad:
         error += f"; the last checkpoint of {run.folder} is good"
     raise FloatingPointError(error)
@@ -4503,21 +4506,22 @@ def log_step(run, metrics, loss_name="loss"):
     if report.stop_requested:
         run.ended = "signal"
     step_seconds = report.seconds / run.step
-    times = {"train_time": 1000 * report.seconds, "step_avg": 1000 * step_seconds}
-    seconds_left = min(
-        run.clock.budget - report.seconds, (run.clock.iterations - run.step) * step_seconds
-    )
-    values = {loss_name: report.loss, "grad_norm": report.grad_norm, **metrics, **times}
+    steps_left = run.clock.iterations - run.step
+    seconds_left = min(run.clock.budget - report.seconds, steps_left * step_seconds)
+    values = {
+        loss_name: report.loss,
+        "grad_norm": report.grad_norm,
+        **metrics,
+        "train_time": 1000 * report.seconds,
+        "step_avg": 1000 * step_seconds,
+    }
     run.log.metrics(run.step, values, seconds_left)
 
 
 def leave_stopped(run, stop_signal):
     """Log that a signal stopped the run, and where RESUME continues it; return the exit code."""
     number = signal.Signals(stop_signal.number or signal.SIGTERM)
-    text = f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it"
-    if run.saved_step < run.step:
-        text += f" from step {run.saved_step}: the last save failed"
-    run.log(text)
+    run.log(f"stopped by {number.name} after step {run.step}: {saved_state(run.folder)}")
     run.runtime.leave()
     return 128 + number
 
@@ -4578,26 +4582,19 @@ def report_packing(run, nats):
         )
 
 
-def bad_scores(result):
-    """Return the names of a result's scores that are not finite. A mean comes before its interval,
-    which one row does not have.
-    """
-    scores = [name for name in result if name.startswith(("val_loss", "val_bpb"))]
-    names = [name for name in scores if not math.isfinite(result[name])]
-    for group in ("before", "after", "packed"):
-        for name, value in result.get(group, {}).items():
-            if not np.isfinite(np.ravel(value)[0]):
-                names.append(f"{group} {name}")
-    return names
-
-
 def result_errors(run, result):
     """Return the errors of a finished run: what it has done otherwise than its settings ask for."""
     missed = run.plan.planned.keys() - run.plan.phases
     errors = [f"phase {name} was enabled and never fired" for name in missed]
     if 0 < run.settings.artifact_bytes_max < result["total_bytes"]:
         errors.append("code and artifact exceed ARTIFACT_BYTES_MAX")
-    return errors + [f"the score {name} is not finite" for name in bad_scores(result)]
+    scores = {name: result[name] for name in result if name.startswith(("val_loss", "val_bpb"))}
+    for group in ("before", "after", "packed"):
+        for name, value in result.get(group, {}).items():
+            # A mean comes before its interval, which one row does not have.
+            scores[f"{group} {name}"] = np.ravel(value)[0]
+    bad = [name for name, score in scores.items() if not math.isfinite(score)]
+    return errors + [f"the score {name} is not finite" for name in bad]
 
 
 def write_result(run, values, content):
@@ -4664,10 +4661,6 @@ TABLE_LR_SHARE = 0.3
 # the end would hardly learn.
 TABLE_LR_FLOOR = 0.6
 WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
-# Tokens of a document between two steps of test-time training, and the adapters' AdamW.
-TTT_CHUNK_SIZE = 64
-TTT_LORA_LR = 0.004  # 0.002 gained less, 0.01 lost (docs/lab.md)
-TTT_BETAS = (0.9, 0.99)
 # A step that takes longer than this and than 20 median steps prints the stacks of all threads.
 HANG_SECONDS = 300.0
 
@@ -4700,7 +4693,7 @@ def shape_settings(given):
         return stored_values
     start = find_start(given["INIT_FROM"])
     config = start.config
-    imported = imported_values(config, start.tokenizer.name, IMPORTED_DEFAULTS)
+    imported = imported_values(start, IMPORTED_DEFAULTS)
     shape = {**asdict(config), "layer_pattern": config.layers, "norm": config.norms}
     values = {name: shape[name] for name in shape.keys() & Settings.__dataclass_fields__}
     # VOCAB_SIZE is checked against the data's tokenizer, and a long context need not be trained.
@@ -4714,17 +4707,15 @@ def start_config(settings, config):
 
     Raises UserError if the settings of the shape ask for another network.
     """
-    wanted = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
-    wanted["layers"], wanted["norms"] = layer_words(settings)
-    wanted["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
     # VOCAB_SIZE is checked against the data, and the start of a new network has no meaning here.
-    for name in ("vocab_size", "train_seq_len", "embed_init_std"):
-        wanted.pop(name, None)
-    for name, value in asdict(config).items():
-        if wanted.get(name, value) != value:
+    free = {"vocab_size", "train_seq_len", "embed_init_std"}
+    shape = asked_shape(settings)
+    for name in sorted(shape.keys() - free):
+        value = getattr(config, name)
+        if shape[name] != value:
             setting = SETTING_NAMES.get(name, name.upper())
             raise UserError(
-                f"{setting}={wanted[name]!r}: must be {value!r}, as "
+                f"{setting}={shape[name]!r}: must be {value!r}, as "
                 f"INIT_FROM={settings.init_from!r} has it; leave out ARCH_MODE and the settings of "
                 "the shape"
             )
@@ -4739,8 +4730,8 @@ def start_config(settings, config):
 
 def read_network(stored):
     """Return the network of a Stored, on the CPU. Raises ArtifactError."""
-    network = empty_network(stored.config, stored.source)
-    return fill_network(network, stored.read_tensors(), stored.source)
+    with one_line(stored.source):
+        return fill_network(empty_network(stored.config), stored.read_tensors())
 
 
 def make_network(settings, tokenizer):
@@ -4870,17 +4861,18 @@ def forward_backward(model, batches, step, dropout=0.0):
     step. Ranks sum dense ones. dropout: the share of their rows that is left out, see table_dropout.
     """
     runtime = batches.runtime
-    noise = batches.settings.token_noise
+    settings = batches.settings
+    noise = settings.token_noise
     hashed = getattr(model, "ngram_embed", None)
     is_sparse = (
         hashed is not None
-        and batches.settings.optimizer == "muon"
+        and settings.optimizer == "muon"
         and runtime.device.type == "cpu"
         and not runtime.distributed
     )
     if dropout or noise:
         # A resumed run draws the same, and each rank its own: ranks are a million steps apart.
-        torch.manual_seed(batches.settings.seed + step + 1_000_000 * runtime.rank)
+        torch.manual_seed(settings.seed + step + 1_000_000 * runtime.rank)
     model.zero_grad()
     loss = torch.zeros((), device=runtime.device)
     for number, (ids, targets, *borders) in enumerate(batches.micro_batches(step)):
@@ -4893,10 +4885,10 @@ def forward_backward(model, batches, step, dropout=0.0):
                 rows = F.dropout1d(rows.view(-1, 2, BIGRAM_DIM), dropout).view_as(rows)
             ngrams["ngrams"] = rows
         losses = model(ids, targets, *borders, **ngrams)
-        part = losses.sum() / batches.settings.train_batch_tokens
+        part = losses.sum() / settings.train_batch_tokens
         part.backward()
         loss += part.detach()
-        if number == 0 and isinstance(batches.settings.compile, str):
+        if number == 0 and isinstance(settings.compile, str):
             # Under CUDA graphs the first gradients are memory of the graph, which the next micro-batch
             # uses again. Copies stay, and what follows is added to them in place.
             for param in model.parameters():
@@ -4932,12 +4924,11 @@ def halve_micro_batch(batches, settings):
 
 def fits_memory(model, batches, step):
     """Compute a step's gradients; return whether there was memory enough for them on every rank."""
-    params = list(model.parameters())
     failed = torch.zeros((), device=batches.runtime.device)
     try:
         # Room for what comes later: two moments, two averages, a sum of all gradients, and two
         # copies for a moment, in the optimizer's step and under QAT.
-        reserve = [param.new_empty(7, *param.shape) for param in params]
+        reserve = [param.new_empty(7, *param.shape) for param in model.parameters()]
         forward_backward(model, batches, step)
         del reserve
     except RuntimeError as error:
@@ -4974,24 +4965,20 @@ def warm_up(model, optimizers, batches, settings):
         optimizer.state.clear()
 
 
-def log_data(data, settings, log):
+def log_data(data, text_tokens, log):
     """Log what the data is, how many of its tokens train, choose weights and validate, and by which
     bytes scores divide.
+
+    text_tokens: those that train.
     """
     for manifest in data.manifests:
         log(
             "data: {name}, train {train[tokens]} tokens, val {val[tokens]} tokens, "
             "{val[decoded_bytes]} bytes, overlap {overlap_documents} documents".format(**manifest)
         )
-    windows = sum(map(len, data.windows))
-    held_out = len(data.held_out.tokens)
-    reason = "no EMA or SWA to choose from"
-    if held_out:
-        reason = "to choose raw, EMA or SWA weights"
-        if held_out < HOLDOUT_TOKENS:
-            reason += f"; a twentieth is less than {HOLDOUT_TOKENS} tokens"
     log(
-        f"tokens: {windows * settings.train_seq_len} train, {held_out} are held out ({reason}), "
+        f"tokens: {text_tokens} train, {len(data.held_out.tokens)} are held out (to choose raw, EMA or "
+        f"SWA weights, if there is a choice: {HOLDOUT_TOKENS}, or a twentieth if that is less), "
         f"{len(data.val.tokens)} validate"
     )
     decoded = sum(manifest["val"]["decoded_bytes"] for manifest in data.manifests)
@@ -5002,14 +4989,6 @@ def log_data(data, settings, log):
         )
 
 
-def replayed_omissions(settings):
-    """Return the averages that the run that REPLAY names has left out; [] without one."""
-    if not settings.replay:
-        return []
-    events = read_progress(settings.replay, settings.out_dir)["events"]
-    return [event["weights"] for event in events if event["event"] == "weights_left_out"]
-
-
 def choose_timed_weights(network, table, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
@@ -5018,15 +4997,16 @@ def choose_timed_weights(network, table, averages, run, score):
     scored. Return a name.
     """
     params = [param.detach() for param in network.parameters()]
-    candidates = {"raw": params}
-    for name, average in averages.items():
-        if average.count:
-            candidates[name] = average.values
-    if len(candidates) == 1:
+    begun = {name: average.values for name, average in averages.items() if average.count}
+    if not begun:
         return "raw"
+    candidates = {"raw": params, **begun}
     scores = {}
     scoring_seconds = 0.0
-    omissions = replayed_omissions(run.settings)
+    omissions = []
+    if run.settings.replay:
+        events = read_progress(run.settings.replay, run.settings.out_dir)["events"]
+        omissions = [event.get("weights") for event in events]  # only those left out have the key
     for name, values in candidates.items():
         begin = run.clock.elapsed()
         # Scoring an average must leave time to pack the weights chosen. The raw ones are always scored.
@@ -5057,97 +5037,6 @@ def score_documents(scorer, network, text):
     """Return the Score of a network that sees every document as a whole, from its BOS on."""
     begin, end = document_spans(text, scorer.bos_id)
     return scorer.score_spans(network, text, np.stack([begin, begin, end], axis=1), 1, 0)
-
-
-class RowAdapters(TorchFunctionMode):
-    """LoRA (arXiv 2106.09685) with adapters of its own for each row of a batch.
-
-    Inside `with`, a product of x (rows, T, K) with one of the weights W (N, K) is x W^T + x A B for
-    A (rows, K, rank) and B (rows, rank, N). Every row starts with the same random A, and with
-    zeros for B, which leave the network's outputs as they are.
-    """
-
-    def __init__(self, weights, rows, rank):
-        super().__init__()
-        self.pairs = {}  # id of a weight -> its A and B
-        generator = torch.Generator().manual_seed(0)
-        for weight in weights:
-            width_out, width_in = weight.shape
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            a = torch.randn(width_in, rank, generator=generator) * width_in**-0.5
-            a = a.to(weight.device, dtype).repeat(rows, 1, 1)
-            b = torch.zeros(rows, rank, width_out, dtype=dtype, device=weight.device)
-            self.pairs[id(weight)] = a.requires_grad_(), b.requires_grad_()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Return what func returns, with the adapters' part if it is a product with a weight."""
-        output = func(*args, **(kwargs or {}))
-        if func is F.linear and id(args[1]) in self.pairs:
-            a, b = self.pairs[id(args[1])]
-            x = args[0]
-            output = output + x @ a.to(x.dtype) @ b.to(x.dtype)
-        return output
-
-
-def chunk_windows(tokens, begin, end, seq_len):
-    """Yield ids and targets (rows, T <= seq_len) of the documents begin..end, both (rows, 1).
-
-    The last TTT_CHUNK_SIZE columns are new in each window; columns before them were new in earlier
-    ones. Behind the end of a document its last token is repeated, and targets are -1.
-    """
-    chunk = min(TTT_CHUNK_SIZE, seq_len)
-    for stop in range(chunk, (end - begin).max() + chunk, chunk):
-        positions = begin + np.arange(max(0, stop - seq_len), stop)
-        inside = np.minimum(positions, end - 1)
-        targets = np.where(positions < end, tokens[inside + 1], -1)
-        yield torch.from_numpy(tokens[inside]), torch.from_numpy(targets)
-
-
-def score_adapted(scorer, network, text, rank):
-    """Return the Score of test-time training, and that of the same windows without it.
-
-    Each document has new LoRA adapters of this rank. A chunk of its tokens is scored, with up to
-    TRAIN_SEQ_LEN tokens of the document as its window. Only then the adapters take one step of AdamW,
-    on the window's loss, and the next chunk follows. So no score depends on its own token or on a
-    later one, and every token is scored once, by a distribution over all tokens: the conditions of
-    Parameter Golf (issue 1017; pull requests 77 and 1530). The network gets no gradients from then on.
-    """
-    runtime = scorer.runtime
-    device = runtime.device
-    network.requires_grad_(False)
-    classes = parameters_by_class(dict(network.named_parameters()))
-    weights = [*classes["matrix"], network.embed if network.head is None else network.head]
-    if network.dtype:
-        for weight in weights:  # linear would cast them to copies, which no adapter knows
-            weight.data = weight.data.to(network.dtype)
-    begin, end = document_spans(text, scorer.bos_id)
-    order = np.argsort(begin - end, kind="stable")[:, None]  # longest first: batches of one length
-    rows = math.ceil(scorer.rows / 2)  # code that is not compiled takes more memory
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for at in range(runtime.rank * rows, len(order), runtime.world_size * rows):
-        batch = order[at : at + rows]
-        adapters = RowAdapters(weights, len(batch), rank)
-        params = itertools.chain(*adapters.pairs.values())
-        optimizer = torch.optim.AdamW(params, lr=TTT_LORA_LR, betas=TTT_BETAS, weight_decay=0.0)
-        for ids, targets in chunk_windows(text.tokens, begin[batch], end[batch], scorer.seq_len):
-            if scorer.log and scorer.log.is_due():
-                scorer.log(f"test-time training: {at:,} of {len(order):,} documents")
-            borders = document_borders(ids, scorer.bos_id, device)
-            inputs = (ids.to(device), targets.to(device), *borders)
-            with torch.no_grad():
-                plain = network(*inputs)
-            with adapters:
-                losses = network(*inputs)
-            counted = torch.stack([losses.detach(), plain, targets.to(device) >= 0])
-            sums += counted[..., -TTT_CHUNK_SIZE:].double().sum((1, 2))
-            losses.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    *nats, count = runtime.sum(sums).tolist()
-    assert count == len(text.tokens) - 1, (
-        f"scored {count:.0f} of {len(text.tokens) - 1} predictions"
-    )
-    return [Score(one, int(count), text.bytes) for one in nats]
 
 
 OVERFIT_NATS = 1.0  # more nats per token between training and validation are reported
@@ -5187,20 +5076,6 @@ def score_artifact(path, scorer, data, run):
         stateful = score_documents(scorer, network, data.val)
         run.log(f"from the artifact: stateful val_{stateful}")
         result["val_bpb_stateful"] = stateful.bpb
-    if settings.ttt_lora_rank:
-        begin = time.perf_counter()
-        adapted, plain = score_adapted(scorer, network, data.val, settings.ttt_lora_rank)
-        seconds = time.perf_counter() - begin
-        run.log(f"from the artifact: test-time training val_{adapted} seconds:{seconds:.1f}")
-        run.log(f"from the artifact: the same windows without it val_{plain}")
-        ttt = {
-            "val_loss_ttt": adapted.loss,
-            "val_bpb_ttt": adapted.bpb,
-            "val_bpb_ttt_off": plain.bpb,
-            "ttt_seconds": seconds,
-        }
-        run.log.metrics(run.step, ttt)
-        result |= ttt
     return result
 
 
@@ -5288,10 +5163,13 @@ def log_gate_shares(network, tokens, log):
         h = oscillate(linear(*inputs, mlp.w_up), mlp.wave)
         shares.append((mlp.voltage(h) > BIO_THRESHOLD).float().mean().item())
 
-    mlps = [block.mlp for block in network.blocks if block.mlp.kind == "bio_soft"]
-    if not mlps:
+    hooks = [
+        block.mlp.register_forward_hook(count)
+        for block in network.blocks
+        if block.mlp.kind == "bio_soft"
+    ]
+    if not hooks:
         return {}
-    hooks = [mlp.register_forward_hook(count) for mlp in mlps]
     network.features(torch.from_numpy(tokens).to(network.embed.device)[None])
     for hook in hooks:
         hook.remove()
@@ -5318,10 +5196,6 @@ def main():
     tokenizer = data.tokenizer
     network, start = make_network(settings, tokenizer)
     config = network.config
-    if settings.eval_stateful and config.positions == "learned":
-        raise UserError(
-            "EVAL_STATEFUL=1: must be 0, because learned positions end at TRAIN_SEQ_LEN"
-        )
     batches = Batches(data, settings, runtime)
 
     # model, optimizers, averages
@@ -5362,9 +5236,9 @@ def main():
     log(f"parameters: {name_values(counts)} layers: {config.layers}")
     warn_of_large_controls(network, log)
     if start and not checkpoint:
-        values = imported_values(start.config, start.tokenizer.name, IMPORTED_DEFAULTS)
-        log(describe_start(settings, start.file, values))
-    log_data(data, settings, log)
+        log(describe_start(settings, IMPORTED_DEFAULTS))
+    text_tokens = settings.train_seq_len * sum(map(len, data.windows))
+    log_data(data, text_tokens, log)
     log(plan.describe())
     choose_kernels(settings.kernels, network, runtime, log)
     log("warm-up: compiling and allocating, outside the clock")
@@ -5391,9 +5265,12 @@ def main():
     }
     # The artifact's network is built like this after training. One that cannot be is an error now,
     # with its traceback, which empty_network would leave out.
+    with one_line("this script: its network is not the one of its GPTConfig"):
+        described = checked_config(header["settings"])
     with torch.device("meta"):
-        rebuilt = GPT(checked_config(header["settings"], "this script"))
-    check_tensors(rebuilt, network.state_dict(), "this script")
+        rebuilt = GPT(described)
+    with one_line("this script: its network is not the one of its GPTConfig"):
+        check_tensors(rebuilt, network.state_dict())
     run.parts.update(network=network, optimizers=optimizer_state, exporter=exporter, **averages)
     if checkpoint:
         run.load(checkpoint)
@@ -5402,7 +5279,6 @@ def main():
         log.metrics(0, {"val_loss": score.loss, "val_bpb": score.bpb})
         log(f"before training: val_{score}")
 
-    text_tokens = settings.train_seq_len * sum(map(len, data.windows))
     metrics = {}
     target = {}  # steps and seconds until TARGET_VAL_LOSS was reached
     stop_signal = StopSignal(run)
@@ -5457,7 +5333,7 @@ def main():
         # artifact, and the gradient is applied to the unrounded weights (straight through).
         rounding = contextlib.nullcontext()
         if plan.is_on("qat"):
-            rounding = quantized(network, quant_table(settings, exporter.widen))
+            rounding = quantized(network, quant_table(settings.matrix_bits, exporter.widen))
         with rounding:
             loss = forward_backward(model, batches, run.step, dropout)
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
@@ -5496,7 +5372,7 @@ def main():
     # Choose the weights, quantize and pack them; this is on the clock, too.
     clock.start()
     score_held_out = functools.partial(scorer.score, model, data.held_out)
-    table = quant_table(settings, exporter.widen)
+    table = quant_table(settings.matrix_bits, exporter.widen)
     chosen = choose_timed_weights(network, table, averages, run, score_held_out)
     # Once more, because a replay repeats which averages were left out: that is in the events.
     write_record(run, "progress.json", {"progress": clock.used})

@@ -243,22 +243,39 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
+# What records of nanoGPT and Parameter Golf have and these scripts have not: it is accepted at 0.
+ABSENT_FEATURES = (
+    "ADAM_WD",
+    "CASEOPS_ENABLED",
+    "DROPOUT",
+    "GATED_ATTN_ENABLED",
+    "GPTQ_CALIBRATION_BATCHES",  # python quantize.py pack RUN OUT --gptq DATA
+    "LN_SCALE",
+    "MTP_NUM_HEADS",
+    "NUM_LOOPS",
+    "PARALLEL_START_LAYER",
+    "PHASED_TTT_ENABLED",
+    "RECUR_LAYERS",
+    "RECUR_START_STEP",
+    "SMEAR_GATE_ENABLED",
+    "SPARSE_ATTN_GATE_ENABLED",
+    "VE_ENABLED",
+    "XSA_LAST_N",
+)
+
 # Names that nanoGPT, modded-nanogpt, Parameter Golf, TRL and older versions of these scripts use.
 # In the environment they are errors, not ignored in silence. A text is the setting, here or in
 # another script, that does the same job. A number is the value of a constant: the name is accepted
 # with this value, so that pasted commands run.
 OTHER_NAMES = {
     "ADAM_EPS": 1e-8,
-    "ADAM_WD": 0.0,
     "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
     "BETA": "KL_BETA",
     "BETA1": 0.9,
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
-    "CASEOPS_ENABLED": 0,
     "DATASET": "DATA_PATH",
-    "DROPOUT": 0.0,
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
     "EMBED_BITS": 8,
@@ -266,8 +283,6 @@ OTHER_NAMES = {
     "ENTROPY_COEFF": "ENTROPY_BETA",
     "ENT_COEF": "ENTROPY_BETA",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "GATED_ATTN_ENABLED": 0,
-    "GPTQ_CALIBRATION_BATCHES": 0,  # python quantize.py pack RUN OUT --gptq DATA
     "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
@@ -275,7 +290,6 @@ OTHER_NAMES = {
     "LATE_QAT": "QAT",
     "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
-    "LN_SCALE": 0,
     "LOGIT_SOFTCAP": 30.0,
     "LOG_SECONDS": 10.0,
     "LORA_R": "LORA_RANK",
@@ -288,7 +302,6 @@ OTHER_NAMES = {
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
     "MODEL_NAME_OR_PATH": "INIT_FROM",
-    "MTP_NUM_HEADS": 0,
     "MUON_BACKEND_STEPS": 5,
     "MUON_MOMENTUM": 0.95,
     "MUON_MOMENTUM_WARMUP_START": 0.85,
@@ -296,67 +309,61 @@ OTHER_NAMES = {
     "MUON_WARMUP_FRAC": 0.05,
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
-    "NUM_LOOPS": 0,
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
-    "PARALLEL_START_LAYER": 0,
-    "PHASED_TTT_ENABLED": 0,
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
-    "RECUR_LAYERS": 0,
-    "RECUR_START_STEP": 0,
     "ROPE_BASE": 10000.0,
     "SEQ_LEN": "TRAIN_SEQ_LEN",
-    "SMEAR_GATE_ENABLED": 0,
-    "SPARSE_ATTN_GATE_ENABLED": 0,
     "SWA_ENABLED": "SWA",
     "SWA_EVERY": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
-    "TTT_CHUNK_SIZE": 64,
     "TTT_ENABLED": "TTT_LORA_RANK",
-    "TTT_EPOCHS": 1,
-    "TTT_LORA_LR": 0.004,
-    "TTT_LR": "TTT_LORA_LR",
-    "VE_ENABLED": 0,
+    "TTT_LORA_RANK": 0,
     "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
     "WEIGHT_DECAY": "MUON_WD",
-    "XSA_LAST_N": 0,
+    **dict.fromkeys(ABSENT_FEATURES, 0),
+}
+
+# What does in another program what these constants leave out.
+OTHER_PROGRAMS = {
+    "GPTQ_CALIBRATION_BATCHES": "; python quantize.py pack RUN OUT --gptq DATA does it",
+    "TTT_LORA_RANK": "; python tools/adapt.py RUN scores a finished run with test-time training",
 }
 
 # Names of other projects for what changes no result, so that pasted commands run: how often a line is
-# logged (LOG_SECONDS), and the tokens of a batch of validation.
-HARMLESS_NAMES = ("LOG_INTERVAL", "TRAIN_LOG_EVERY", "VAL_BATCH_SIZE")
+# logged (LOG_SECONDS), the tokens of a batch of validation, and details of test-time training, which
+# tools/adapt.py does.
+HARMLESS_NAMES = (
+    "LOG_INTERVAL",
+    "TRAIN_LOG_EVERY",
+    "TTT_CHUNK_SIZE",
+    "TTT_EPOCHS",
+    "TTT_LORA_LR",
+    "TTT_LR",
+    "VAL_BATCH_SIZE",
+)
 
-# The settings of all scripts: one that is meant for another script is an error there. Those of this
-# script are known without it.
+# The settings of all scripts that the table above does not name: one that is meant for another
+# script is an error there. Those of this script are known without it.
 OUR_SETTINGS = {
     "ACTIVATION_CHECKPOINTING",
     "ARCH_MODE",
     "ARTIFACT",
     "ARTIFACT_BYTES_MAX",
     "ATTN_WINDOW",
-    "BETA",
     "BIGRAM_VOCAB_SIZE",
     "CENTERING",
     "COMPILE",
     "CONFIG",
     "CREDIT",
-    "DATA_PATH",
-    "DELTA_BITS",
-    "DELTA_GROUP",
-    "DELTA_SCALE_BITS",
-    "DELTA_STEP",
     "DEVICE",
     "DISCOUNT",
-    "DISTILL_LR",
-    "DISTILL_STEPS",
     "DTYPE",
-    "EMA",
-    "ENTROPY_BETA",
     "ENVIRONMENT",
     "EPOCHS",
     "EVAL_PROMPTS",
@@ -365,66 +372,46 @@ OUR_SETTINGS = {
     "EVAL_STRIDE",
     "GAE_LAMBDA",
     "GDN_LIGHT",
-    "GRAD_CLIP_NORM",
-    "GROUP_SIZE",
     "HEAD_LR",
     "HELD_OUT",
     "IMPORTANCE",
-    "INIT_FROM",
-    "ITERATIONS",
     "KD_ALPHA",
     "KD_BETA",
     "KD_LOSS",
     "KD_TEMPERATURE",
     "KD_TOP_K",
     "KERNELS",
-    "KL_BETA",
     "KL_SHAPING",
     "KL_TARGET",
     "LABEL_SMOOTHING",
     "LAYER_PATTERN",
     "LAYOUT",
-    "LEARNING_RATE",
     "LEFT_CLIP_RANGE",
     "LORA_ALPHA",
-    "LORA_RANK",
     "LOSS",
-    "LR_FLOOR",
     "LR_SCHEDULE",
     "MARGIN",
     "MARK",
     "MATRIX_BITS",
-    "MATRIX_LR",
-    "MAX_NEW_TOKENS",
     "MAX_TURNS",
     "MAX_WALLCLOCK_SECONDS",
     "MEMORY_SNAPSHOT",
-    "MICRO_BATCH_TOKENS",
     "MINI_BATCHES",
     "MLP",
     "MLP_MULT",
     "MODE",
-    "MODEL_DIM",
-    "MUON_WD",
     "NORM",
-    "NUM_HEADS",
     "NUM_KV_HEADS",
-    "NUM_LAYERS",
     "NUM_SAMPLES",
     "OBJECTIVE",
     "OPTIMIZER",
-    "OUT_DIR",
     "PAIRS_PER_STEP",
     "POSITIONS",
     "PROMPT",
     "PROMPTS_PER_STEP",
-    "QAT",
-    "QK_GAIN_INIT",
     "RATIO_LIMIT",
-    "REDUCTION",
     "REPLAY",
     "RESAMPLE_ROUNDS",
-    "RESERVE_SECONDS",
     "RESUME",
     "REWARD",
     "REWARD_MODEL",
@@ -444,12 +431,10 @@ OUR_SETTINGS = {
     "SEED",
     "SHARD",
     "STATEFUL",
-    "SWA",
     "SYSTEM",
     "TARGET_VAL_LOSS",
     "TEACHER",
     "TEMPERATURE",
-    "TIED_EMBED_LR",
     "TIE_EMBEDDINGS",
     "TOKENIZER_PATH",
     "TOKEN_NOISE",
@@ -457,18 +442,12 @@ OUR_SETTINGS = {
     "TOP_K",
     "TOP_P",
     "TRACKER",
-    "TRAIN_BATCH_TOKENS",
     "TRAIN_FILES",
     "TRAIN_ON",
-    "TRAIN_SEQ_LEN",
-    "TTT_LORA_RANK",
     "VAL_FILES",
     "VAL_LOSS_EVERY",
     "VOCAB_SIZE",
-    "WARMDOWN_FRAC",
     "WARMDOWN_ITERS",
-    "WARMUP_FRAC",
-    "WEIGHT_DECAY",
 }
 
 
@@ -529,6 +508,7 @@ def check_name(name, text, names):
             if float(text) == OTHER_NAMES[meant]:
                 return
         message += f", in which {meant} is always {OTHER_NAMES[meant]}"
+        message += OTHER_PROGRAMS.get(meant, "")
     elif close_names:
         message += f"; did you mean {close_names[0]}?"
     raise UserError(
@@ -540,9 +520,16 @@ def read_environment(environ, names):
     """Return the environment variables that are settings, and those that look meant as settings but
     are none here: near misses, names in the tables above, numbers that this script has as constants.
     """
-    numbers = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {*names, *OTHER_NAMES, *HARMLESS_NAMES, *OUR_SETTINGS, *filter(str.isupper, numbers)}
-    ignored = environ.get("IGNORE_ENV", "").replace(",", " ").split()
+    constants = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {
+        *names,
+        *constants,
+        *OUR_SETTINGS,
+        *HARMLESS_NAMES,
+        *OTHER_NAMES,
+        *OTHER_NAMES.values(),
+    }
+    ignored = re.findall(r"[^,\s]+", environ.get("IGNORE_ENV", ""))
     return {
         name: environ[name]
         for name in sorted(environ.keys() - ignored)
@@ -554,7 +541,7 @@ def read_value(text):
     """Return the value behind NAME= in a config file, as a shell reads it, except that a value
     without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
     """
-    if text.strip()[:1] not in ("'", '"'):
+    if not re.match(r"\s*['\"]", text):
         return re.split(r"\s#", text)[0].strip()  # it's and a#b are text
     words = shlex.split(text, comments=True)
     if len(words) > 1:
@@ -570,11 +557,11 @@ def read_config(path):
         raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
     given = {}
     for number, line in enumerate(lines, 1):
-        if line.strip()[:1] in ("", "#"):
+        if re.match(r"\s*(#|$)", line):
             continue
-        match = re.fullmatch(r"(?:export\s+)?([^#=\s]+)\s*=(.*)", line.strip())
+        match = re.fullmatch(r"\s*(?:export\s+)?([^#=\s]+)\s*=(.*)", line)
         try:
-            if match is None or match[1] in {**given, "CONFIG": path}:
+            if match is None or match[1] in ("CONFIG", *given):
                 raise ValueError("must be NAME=value, each name once, and not CONFIG")
             given[match[1]] = read_value(match[2])
         except ValueError as error:
@@ -607,26 +594,28 @@ def load_settings(cls, environ, arguments=(), presets=(), stored=None):
     value) that returns those of a run or a network that they name.
     Raises UserError: a wrong value, or a name that is no setting (see check_name).
     """
-    if not {"--help", "-h"}.isdisjoint(arguments):
-        print(inspect.getmodule(cls).__doc__)
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
         print(inspect.getsource(cls))
         sys.exit()
     settings = {setting.name.upper(): setting for setting in fields(cls)}
     above = {**read_environment(environ, settings), **read_arguments(arguments)}
     path = os.path.expanduser(above.get("CONFIG", ""))
     config = read_config(path) if path else {}
-    for name in above.keys() & presets:
-        for replaced in presets[name].get(above[name], {}):
-            config.pop(replaced.upper(), None)
+    values = {}
+    for name in presets:
+        chosen = above.get(name, config.get(name))
+        preset = presets[name].get(chosen, {})
+        values.update(preset)
+        if name in above:
+            for replaced in preset:
+                config.pop(replaced.upper(), None)
     given = {}
     for name, text in {**config, **above}.items():
         if name in settings:
             given[name] = parse_setting(settings[name], text)
         elif name != "CONFIG":  # a script without this setting reads the file, too
             check_name(name, text, settings)
-    values = {}
-    for name in given.keys() & presets:
-        values.update(presets[name].get(given[name], {}))
     if stored:
         values.update(stored(given))
     values.update({name.lower(): value for name, value in given.items()})
@@ -644,11 +633,9 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
 
 
 def drop_stream(stream):
@@ -686,14 +673,7 @@ def choose_device(choice, local_rank=0):
 
     choice: of the setting DEVICE. local_rank: number of the process on its machine.
     """
-    use_cuda = choice != "cpu" and torch.cuda.is_available()
-    if not use_cuda and (choice == "cuda" or (choice == "auto" and hidden_gpus())):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    device = torch.device("cpu")
-    if use_cuda:
+    if choice != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         if local_rank >= gpus:
             raise UserError(
@@ -702,6 +682,13 @@ def choose_device(choice, local_rank=0):
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    else:
+        device = torch.device("cpu")
     set_up_device(device)
     return device
 
@@ -780,9 +767,9 @@ def join_group(device):
             dist.init_process_group("nccl", device_id=device)
         else:
             dist.init_process_group("gloo")
-    except (ValueError, dist.DistNetworkError, dist.DistStoreError) as error:
-        reason, *_ = str(error).split("\n")
-        raise UserError(f"{pairs}: the ranks do not meet: {reason}; {hint}") from None
+    except (ValueError, dist.DistError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{pairs}: the ranks do not meet: {reason:.500}; {hint}") from None
 
 
 def present_runtime(device):
@@ -864,18 +851,18 @@ def exit_code(main):
     except KeyboardInterrupt:
         report_error("stopped by SIGINT: nothing was saved")
         return 130  # 128 and SIGINT
-    except (UserError, FloatingPointError, OSError) as error:
+    except UserError as error:
         report_in_a_line(error, rank)
-        return 2 if isinstance(error, UserError) else 1
+        return 2
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
             report_in_a_line(error, rank)
-            return 1
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        elif isinstance(error, dist.DistError) or "gloo" in str(error):
+            report_error(f"error: rank {rank} lost another rank; RESUME continues")
+            os._exit(1)  # an ordinary exit would wait for the lost rank
+        else:
             report_error(traceback.format_exc())
-            return 1
-        report_error(f"error: rank {rank} lost another rank; RESUME continues")
-        os._exit(1)  # an ordinary exit would wait for the lost rank
+        return 1
 
 
 # === end: errors ===
@@ -911,13 +898,11 @@ def checkpoint_fault(folder):
     try:
         listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
         for name in sorted(names):
-            line = f"{sha256_file(folder / name)}  {name}\n"
-            if line not in listed:
+            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
                 return f"{name} was changed, or SHA256SUMS does not name it"
-            listed.remove(line)
     except (OSError, ValueError) as error:
         return str(error)
-    return f"SHA256SUMS has the line {listed[0]!r:.90}, unexpected or repeated" if listed else ""
+    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
 
 
 def newest_checkpoint(folder):
@@ -927,10 +912,10 @@ def newest_checkpoint(folder):
     """
     candidates = list_checkpoints(folder)
     if not candidates and not (folder / "model.pt").exists():
-        return None, [
-            f"{folder} has none: a run that ended before its first checkpoint saved nothing; it may be "
-            "deleted and started anew"
-        ]
+        fault = "has no checkpoint and no model"
+        if (folder / "log.txt").is_file():
+            fault = "ended before its first checkpoint; it may be deleted and started anew"
+        return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
         fault = checkpoint_fault(candidate)
@@ -1016,12 +1001,12 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
+    facts: dict  # of ENCODINGS, or of the file of an imported model (see convert.py)
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
-    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
     encode_marked: Callable = None
     roles: dict = None
-    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -1039,40 +1024,43 @@ def read_tokenizer(path, facts):
     path = Path(path)
     if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
     try:
         content = path.read_bytes()
         if path.suffix == ".tiktoken":
             return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer("tokenizer.model", content, content)
-    except (OSError, LookupError, ValueError, RuntimeError) as error:
+        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of the data, or bytes"
+            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
+            "o200k_base), or bytes"
         ) from error
 
 
 def rank_tokenizer(file, content, facts):
     """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
 
-    The file of an imported model is JSON: such lines as `ranks`, or a SentencePiece model as
-    `sentencepiece`, and facts.
+    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
+    `ranks`, or a SentencePiece model is `sentencepiece`.
     """
     ranks = content
     if content.startswith(b"{"):
         facts = json.loads(content)
         if "sentencepiece" in facts:
             proto = base64.b64decode(facts["sentencepiece"])
-            return sentencepiece_tokenizer(file, content, proto)
+            return sentencepiece_tokenizer(file, content, proto, facts)
         ranks = facts["ranks"]
+    if not facts:
+        raise ValueError("another name than those of published encodings")
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
     for line in ranks.splitlines():
         piece, rank = line.split()
         pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces)
+    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
 
 
-def sentencepiece_tokenizer(file, content, proto):
+def sentencepiece_tokenizer(file, content, proto, facts):
     """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
     model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     if model.bos_id() < 0:
@@ -1089,7 +1077,7 @@ def sentencepiece_tokenizer(file, content, proto):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, drops_space, proto)
+    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
 
 
 # === end: tokenizer ===
@@ -1140,45 +1128,22 @@ class BytePairEncoder:
 
     def __init__(self, tokenizer, facts):
         """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
-        added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
-        for text in added:  # some of them are shown as text, and no merge makes them
+        # Added tokens, of which some are shown as text: no merge makes them.
+        for text in facts.get("added", []):
             ranks.pop(text.encode(), None)
         # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
         # beyond the vocabulary, by which they are found.
-        lacking = [bytes([byte]) for byte in range(256) if bytes([byte]) not in ranks]
-        self.lacking = b"".join(lacking)
+        self.lacking = bytes([byte for byte in range(256) if bytes([byte]) not in ranks])
         self.vocab_size = tokenizer.vocab_size
-        ranks |= {byte: self.vocab_size + place for place, byte in enumerate(lacking)}
+        for byte in self.lacking:
+            ranks[bytes([byte])] = self.vocab_size + byte
         self.bpe = tiktoken.Encoding(
             tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
         )
         self.split = regex.compile(facts["split"])
-        self.form = "NFC" if facts.get("nfc") else ""
-        # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-        normalized = facts.get("normalized", [])
-        early = {text: i for text, i in added.items() if text not in normalized}
-        late = {self.normalize(text): added[text] for text in normalized}
-        self.marks = AddedTokens(early, facts)
-        self.late_marks = AddedTokens(late, facts)
-
-    def normalize(self, text):
-        """Return a text in the normal form in which accents are part of their letters (NFC)."""
-        return unicodedata.normalize(self.form, text) if self.form else text
 
     def encode(self, text):
-        """Return the ids of a text in which added tokens are plain text. Raises UserError."""
-        return self.encode_part(self.normalize(check_unicode(text)))
-
-    def encode_marked(self, text):
-        """Return the ids of a text in which added tokens are what they stand for."""
-        return self.marks.encode(check_unicode(text), self.encode_late)
-
-    def encode_late(self, text):
-        """Return the ids of a text in which no added tokens are but those found in its normal form."""
-        return self.late_marks.encode(self.normalize(text), self.encode_part)
-
-    def encode_part(self, text):
         """Return the ids of a text without added tokens."""
         if len(text) < 500_000 or not LONG_SPACE.search(text):
             ids = self.bpe.encode_ordinary(text)
@@ -1193,6 +1158,10 @@ class BytePairEncoder:
         return ids
 
 
+SPACES = re.compile(r"\s*")
+WORD_CHARACTER = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"
+
+
 class AddedTokens:
     """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
 
@@ -1204,8 +1173,6 @@ class AddedTokens:
         self.flags = facts.get("flags", {})
         longest_first = sorted(ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self.word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
-        self.spaces = re.compile(r"\s*")
 
     def encode(self, text, encode_part):
         """Return the ids of a text; encode_part: text without added tokens -> ids."""
@@ -1215,7 +1182,7 @@ class AddedTokens:
             flags = self.flags.get(match[0], [])
             start, stop = match.span()
             neighbours = text[start - 1 : start] + text[stop : stop + 1]
-            if "single_word" in flags and self.word.search(neighbours):
+            if "single_word" in flags and regex.search(WORD_CHARACTER, neighbours):
                 continue
             before = text[end:start]
             if "lstrip" in flags:
@@ -1224,7 +1191,7 @@ class AddedTokens:
             ids.append(self.ids[match[0]])
             end = stop
             if "rstrip" in flags:
-                end = self.spaces.match(text, stop).end()
+                end = SPACES.match(text, stop).end()
         return ids + encode_part(text[end:])
 
 
@@ -1242,47 +1209,68 @@ def check_unicode(text):
 
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    path = Path(path)
-    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
-        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
 
 
 def add_encoder(tokenizer):
     """Give a Tokenizer its attributes from `encode` on, and return it.
 
-    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
-    imported model, the same, but its added tokens are what they stand for. Both raise UserError for
-    half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
+    roles: the ids of ROLE_TOKENS, {} if it has none. For the others see set_encoders. Raises
+    UserError.
     """
-    name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name, {})
-    if facts and tokenizer.sha256 != facts["sha256"]:
-        raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model
-        facts = json.loads(tokenizer.content)
-    tokenizer.facts = facts
+    facts = tokenizer.facts
+    if facts.get("sha256", tokenizer.sha256) != tokenizer.sha256:
+        raise UserError(f"tokenizer {tokenizer.file}: is not the published rank file")
     tokenizer.roles = {}
-    if name == "bytes":
-        tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
+    if tokenizer.file == "bytes":
+        set_encoders(tokenizer, lambda text: [4 + byte for byte in text.encode()])
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif "split" in facts:
-        encoder = BytePairEncoder(tokenizer, facts)
-        tokenizer.encode = encoder.encode
-        tokenizer.encode_marked = encoder.encode_marked
+        set_encoders(tokenizer, BytePairEncoder(tokenizer, facts).encode)
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
-        marks = AddedTokens(facts.get("added", {}), facts)
         tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
-        tokenizer.encode = lambda text: model.encode(check_unicode(text))
-        tokenizer.encode_marked = lambda text: marks.encode(text, tokenizer.encode)
+        set_encoders(tokenizer, model.encode)
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
             # Only control tokens cannot be written in a text, so that no user can forge a role.
             if model.is_control(i):
                 tokenizer.roles[role] = i
     return tokenizer
+
+
+def set_encoders(tokenizer, encode_part):
+    """Give a Tokenizer `encode` and `encode_marked`, from a text to ids without BOS.
+
+    Special tokens in a text are plain text for `encode`. For `encode_marked` the added tokens of an
+    imported model are what they stand for. Both raise UserError for half a surrogate pair.
+    encode_part: a text in normal form and without added tokens -> ids.
+    """
+    facts = tokenizer.facts
+
+    def normalize(text):
+        """Return a text in the form in which accents are part of their letters, if it is asked for."""
+        return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
+
+    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    added = facts.get("added", {})
+    normalized = facts.get("normalized", [])
+    early = {text: i for text, i in added.items() if text not in normalized}
+    late = {normalize(text): added[text] for text in normalized}
+    early_tokens = AddedTokens(early, facts)
+    late_tokens = AddedTokens(late, facts)
+
+    def encode(text):
+        return encode_part(normalize(check_unicode(text)))
+
+    def encode_late(text):
+        return late_tokens.encode(normalize(text), encode_part)
+
+    def encode_marked(text):
+        return early_tokens.encode(check_unicode(text), encode_late)
+
+    tokenizer.encode = encode
+    tokenizer.encode_marked = encode_marked
 
 
 # === end: encoding ===
@@ -1314,62 +1302,30 @@ def with_roles(tokenizer):
 
 
 # === shared: template ===
-def template_environment():
-    """Return the environment of jinja2 in which transformers renders chat templates."""
+def render_templates():
+    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
+
+    This is the program of a process of its own, see TemplateProcess. Templates are rendered as
+    transformers does. Without values a template is only compiled. A reply is {"text"} or {"fault"}.
+    """
     import datetime
+    import functools
     import json
+    import re
+    import resource
+    import signal
+    import sys
 
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} … {% endgeneration %}, which writes what is between."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("write")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def write(self, caller):
-            return caller()
-
     def refuse(message):
         raise jinja2.TemplateError(message)
 
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
-        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def render_templates(environment):
-    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
-
-    It is called in a process of its own, see TemplateProcess. Without values the template is only
-    compiled. A reply is {"text"} or {"fault"}.
-    """
-    import json
-    import resource
-    import sys
-
-    import jinja2
-
     def render(source, values):
-        template = templates.get(source) or environment.from_string(source)
-        templates[source] = template
+        # {% generation %} marks answers for other programs. It writes what is in it, as `with` does.
+        template = compiled(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", source))
         parts = []
         room = 1 << 24  # letters
         for part in [] if values is None else template.generate(**values):
@@ -1379,16 +1335,24 @@ def render_templates(environment):
                 raise jinja2.TemplateError("writes more than 16 million letters")
         return "".join(parts)
 
-    templates = {}
-    # The upper limits stay as the system has them: not everybody may raise them.
-    _, most_memory = resource.getrlimit(resource.RLIMIT_AS)
-    _, most_seconds = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, most_memory))
+    # Only the arguments that transformers' filter has: others of json.dumps call functions.
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    compiled = functools.cache(environment.from_string)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
     for line in sys.stdin:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        # Beyond this many seconds of a CPU the system ends the process.
-        seconds = int(used.ru_utime + used.ru_stime) + 4
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most_seconds))
+        # After so many seconds of a CPU the system ends the process, in an operation of C, too.
+        signal.setitimer(signal.ITIMER_PROF, 3)
         try:
             reply = {"text": render(*json.loads(line))}
         except jinja2.TemplateError as error:
@@ -1407,9 +1371,7 @@ class TemplateProcess:
 
     def __init__(self):
         # The source is read once: the script may be edited while it runs.
-        functions = (template_environment, render_templates)
-        self.code = "\n".join(map(inspect.getsource, functions))
-        self.code += "render_templates(template_environment())\n"
+        self.code = inspect.getsource(render_templates) + "render_templates()\n"
         self.lock = threading.Lock()
         self.owner = 0
         self.process = None
@@ -1440,8 +1402,7 @@ class TemplateProcess:
             )
             self.owner = os.getpid()
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
+            print(line, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if answer:
             return json.loads(answer)
@@ -1449,7 +1410,7 @@ class TemplateProcess:
         self.endings += 1
         code = self.process.wait()
         reason = f"ended its process (exit code {code})"
-        if code == -signal.SIGXCPU:
+        if code == -signal.SIGPROF:
             reason = "took more than 3 seconds"
         return {"fault": reason}
 
@@ -1471,18 +1432,21 @@ def chat_text(tokenizer, turns, ask):
     """Return the text of turns by the chat template of an imported model, as transformers has it.
 
     A turn is (role token, text), and maybe the fields of a message that say more than this text; the
-    template gets these in place of the text. The content of a message of the role `tools` is a list
-    of tools. ask: whether the text ends where an answer of the assistant begins. Raises UserError.
+    template gets these in place of the text. The first may be a message of the role `tools`, whose
+    content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
+    Raises UserError.
     """
     messages = [
         {"role": role.strip("<|>"), "content": text} | dict(*fields)
         for role, text, *fields in turns
     ]
-    tools = [message["content"] for message in messages if message["role"] == "tools"]
+    tools = None
+    if messages and messages[0]["role"] == "tools":
+        tools = messages.pop(0)["content"]
     values = {
-        "messages": [message for message in messages if message["role"] != "tools"],
+        "messages": messages,
         "add_generation_prompt": ask,
-        "tools": sum(tools, []) or None,
+        "tools": tools,
         "documents": None,
     }
     facts = tokenizer.facts
@@ -1525,25 +1489,17 @@ class RowReport:
     path: str
     used: collections.Counter = field(default_factory=collections.Counter)  # by format
     left_out: dict = field(default_factory=dict)  # fault -> numbers of the rows that have it
-    notes: collections.Counter = field(default_factory=collections.Counter)  # by (kind, name)
+    notes: dict = field(default_factory=dict)  # what is not used of these: kind -> name -> rows
     twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
 
     def leave_out(self, number, fault):
         """Take note of a row that is not used."""
         self.left_out.setdefault(fault, []).append(number)
 
-    def unused(self):
-        """Return kind -> name -> number of rows, of what was not used in rows that are."""
-        unused = {}
-        for (kind, name), count in self.notes.items():
-            unused.setdefault(kind, {})[name] = count
-        return unused
-
     def facts(self):
         """Return what result.json has: reason -> number of rows."""
         left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
-        facts = {"used": dict(self.used), "left_out": left_out, "twice": len(self.twice)}
-        return facts | self.unused()
+        return {"used": self.used, "left_out": left_out, "twice": len(self.twice), **self.notes}
 
     def __str__(self):
         """Return the log's line."""
@@ -1552,7 +1508,7 @@ class RowReport:
         left_out = [f"{fault}: {len(rows)} {places(rows)}" for fault, rows in self.left_out.items()]
         parts = [f"{self.path}: {count} rows, used {used}"]
         parts.append(f"left out {'; '.join(left_out) or 'none'}")
-        for kind, counts in self.unused().items():
+        for kind, counts in self.notes.items():
             parts.append(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.items())}")
         if self.twice:
             parts.append(f"{len(self.twice)} occur twice {places(self.twice)}")
@@ -1572,9 +1528,10 @@ def weighted_files(name, text):
     for part in filter(None, map(str.strip, text.split(","))):
         path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part).groups()
         path = os.path.expanduser(path)
-        if path in files or not float(weight or 1):
+        weight = float(weight or 1)
+        if path in files or not weight:
             raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
-        files[path] = float(weight or 1)
+        files[path] = weight
     return files
 
 
@@ -1605,7 +1562,7 @@ def zstd_parts(file):
 def read_file(path):
     """Return the bytes of a file, decompressed if its name ends in .zst or .gz. Raises UserError."""
     name = path.lower()
-    content = []
+    content = bytearray()
     try:
         with open(path, "rb") as file:
             most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
@@ -1616,17 +1573,23 @@ def read_file(path):
                 parts = iter(functools.partial(stream.read, 1 << 20), b"")
             else:
                 return file.read()
-            room = most
             for part in parts:
-                content.append(part)
-                room -= len(part)
-                if room < 0:
+                content += part
+                if len(content) > most:
                     raise UserError(
                         f"{path}: unpacks to more than {most} bytes; must be less, or not packed"
                     )
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
-    return b"".join(content)
+    return bytes(content)
+
+
+def parsed_json(value):
+    """Return what a text says as JSON; a value that is no text, or no JSON, stays as it is."""
+    if isinstance(value, str | bytes):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def parse_line(line):
@@ -1651,8 +1614,7 @@ def without_nulls(value):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, bytes):
         return value.decode(errors="surrogateescape")
-    is_json = value is None or isinstance(value, int | float | str)
-    return value if is_json else str(value)
+    return value if isinstance(value, int | float | str | None) else str(value)
 
 
 def table_rows(path):
@@ -1679,10 +1641,10 @@ def file_rows(path):
         return table_rows(path)
     # Some editors put a mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    with contextlib.suppress(ValueError, RecursionError):  # of JSON lines, after the first
-        value = json.loads(content)
-        return value if isinstance(value, list) else [value]
-    return content.rstrip().splitlines()
+    value = parsed_json(content)
+    if isinstance(value, bytes):  # JSON lines are no JSON after the first
+        return content.rstrip().splitlines()
+    return value if isinstance(value, list) else [value]
 
 
 def parse_rows(path, rows, parse):
@@ -1700,7 +1662,6 @@ def parse_rows(path, rows, parse):
             continue
         notes = set()
         try:
-            digest = hash(row if isinstance(row, bytes) else repr(row))
             if isinstance(row, bytes):
                 row = parse_line(row)
             if not isinstance(row, dict):
@@ -1709,10 +1670,12 @@ def parse_rows(path, rows, parse):
         except UserError as error:  # a chat template refuses some conversations
             report.leave_out(number, str(error))
             continue
+        digest = hash(repr(row))
         if digest in known:
             report.twice.append(number)
         known.add(digest)
-        report.notes.update(sorted(notes))
+        for kind, name in sorted(notes):
+            report.notes.setdefault(kind, collections.Counter())[name] += 1
     return report, items
 
 
@@ -1742,6 +1705,7 @@ ROLES = {
 }
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
 CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fields at least
+MESSAGE_FIELDS = ("role", "from", *CONTENTS, "function_call", "weight", "train", "loss")
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
 LOSSES = (
@@ -1777,27 +1741,18 @@ def message_role(value):
     return ROLES.get(str(name).strip().lower())
 
 
-def parsed_messages(name, text):
-    """Return the messages that the text of a field has as JSON, or else the text.
-
-    All of them have known roles. Those of an answer end with the assistant's: other JSON is what
-    the answer says.
-    """
-    if text.lstrip().startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(text)
-            roles = [*map(message_role, value)]
-            if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
-                return value
-    return text
-
-
 def given_fields(row):
-    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text."""
+    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text.
+
+    All messages of such a text have known roles. Those of an answer end with the assistant's: other
+    JSON is what the answer says.
+    """
     given = {name: value for name, value in row.items() if value is not None}
-    for name in ("prompt", "completion", "chosen", "rejected"):
-        if isinstance(given.get(name), str):
-            given[name] = parsed_messages(name, given[name])
+    for name in given.keys() & {"prompt", "completion", "chosen", "rejected"}:
+        messages = parsed_json(given[name])
+        roles = [*map(message_role, messages)] if isinstance(messages, list) else []
+        if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
+            given[name] = messages
     return given
 
 
@@ -1810,8 +1765,7 @@ def text_of(row, *names):
     if name is None:
         raise RowError(f"missing field {' or '.join(map(repr, names))}")
     value = row[name]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and abs(value) < math.inf:
+    if type(value) in (int, float) and abs(value) < math.inf:
         value = json.dumps(value)
     if not isinstance(value, str):
         raise RowError(f"field {name!r} is no text")
@@ -1819,15 +1773,15 @@ def text_of(row, *names):
 
 
 def parsed_list(row, name):
-    """Return the list in a field; some data sets write it as JSON text. Raises RowError."""
-    value = row[name]
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
+    """Return the objects in a field: a list, one alone, or none; some data sets write JSON text.
+
+    Raises RowError.
+    """
+    value = parsed_json(row.get(name) or [])
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RowError(f"field {name!r} is no list of {name}")
+        raise RowError(f"field {name!r} is no list of objects")
     return value
 
 
@@ -1836,33 +1790,32 @@ def json_text(value):
     return checked_text(json.dumps(value, ensure_ascii=False))
 
 
-def is_false(flag):
-    """Return whether a flag of a row is 0 or false, or a text that says so."""
-    return str(flag).lower() in ("0", "0.0", "false")
+FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def flags_of(fields, *names):
+    """Return those of these fields of a row or message that say yes or no: name -> True or False."""
+    flags = {name: FLAGS.get(str(fields[name]).lower()) for name in names if name in fields}
+    return {name: flag for name, flag in flags.items() if flag is not None}
 
 
 def kto_flags(row):
     """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
 
-    0, 1 and a `label` that is a text say so beside `completion` alone, as TRL has it. Elsewhere they
-    may be a class.
+    A `label` that is a number or a text says so beside `completion` alone, as TRL has it. Elsewhere
+    it may be a class.
     """
-    words = {"true": True, "false": False}
-    names = ["label", "kto_tag"]
-    if "completion" in row:
-        words |= {"1": True, "1.0": True, "0": False, "0.0": False}
-    elif not isinstance(row.get("label"), bool):
-        names.remove("label")
-    flags = {name: words.get(str(row.get(name)).lower()) for name in names}
-    return {name: flag for name, flag in flags.items() if flag is not None}
+    if "completion" in row or isinstance(row.get("label"), bool):
+        return flags_of(row, "label", "kto_tag")
+    return flags_of(row, "kto_tag")
 
 
 def is_unlearned(fields):
-    """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned."""
-    flags = [fields.get("weight"), fields.get("train")]
-    # Of a row, `loss` may be a number that somebody measured.
-    flags.append(fields["loss"] if isinstance(fields.get("loss"), bool) else None)
-    return any(map(is_false, flags))
+    """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned.
+
+    Of a row, `loss` may be a number that somebody measured.
+    """
+    return fields.get("loss") is False or False in flags_of(fields, "weight", "train").values()
 
 
 def note_fields(fields, known, prefix, notes):
@@ -1891,13 +1844,13 @@ def joined_parts(parts):
     texts = {"text": "", "thinking": ""}
     for part in parts:
         if isinstance(part, str):
-            part = {"type": "text", "text": part}
+            part = {"text": part}
         if not isinstance(part, dict):
             raise RowError("a part of a content is no text")
-        kind = str(part.get("type", "text"))
-        kind = kind.removeprefix("input_").removeprefix("output_")  # of OpenAI's Responses
+        # OpenAI's Responses have the prefixes.
+        kind = str(part.get("type", "text")).removeprefix("input_").removeprefix("output_")
         if kind not in texts:
-            raise RowError(f"part of type {part['type']!r:.30}, which is not written")
+            raise RowError(f"part of type {kind!r:.30}, which is not written")
         texts[kind] += text_of(part, kind)
     return texts["text"], texts["thinking"]
 
@@ -1905,22 +1858,15 @@ def joined_parts(parts):
 def tool_calls(message):
     """Return the calls of a message as transformers has them, arguments parsed. Raises RowError."""
     calls = []
-    for name in ("function_call", "tool_calls"):
-        if message.get(name):
-            calls += parsed_list(message, name)
-    nested = []
-    for call in calls:
+    for call in parsed_list(message, "function_call") + parsed_list(message, "tool_calls"):
         if "function" not in call:
             call = {"type": "function", "function": call}
         function = call["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError("a tool call without a name")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
-        nested.append({**call, "function": {**function, "arguments": arguments}})
-    return nested
+        arguments = parsed_json(function.get("arguments") or {})
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
 
 
 def own_text(content, thoughts, calls):
@@ -1941,61 +1887,53 @@ def message_turn(message, notes):
     `train` is False if it is not learned. Raises RowError.
     """
     given = {name: value for name, value in message.items() if value not in (None, [], {})}
-    name = text_of(given, "role", "from")
-    role = ROLES.get(name.strip().lower())
-    if role is None:
+    name = text_of(given, "role", "from").strip().lower()
+    if name not in ROLES:
         raise RowError(f"unknown role {name!r:.30}")
     refuse_media(given)
     content = message.get("content", message.get("value"))
-    if name.strip().lower() in CALL_ROLES:  # of ShareGPT: the text is a call
+    if name in CALL_ROLES:  # of ShareGPT: the text is a call
         with contextlib.suppress(RowError):
             given["tool_calls"] = parsed_list({"tool_calls": content}, "tool_calls")
             content = None
     calls = tool_calls(given)
-    thought_name = next((name for name in THOUGHTS if given.get(name)), THOUGHTS[0])
-    thoughts = text_of(given, thought_name) if given.get(thought_name) else ""
+    thoughts = next((text_of(given, name) for name in THOUGHTS if given.get(name)), "")
     if isinstance(content, list):
         content, more_thoughts = joined_parts(content)
         thoughts += more_thoughts
     elif content is not None or not (calls or thoughts):
         content = text_of(given, "content", "value")
-    fields = {}
+    fields = {name: value for name, value in given.items() if name not in MESSAGE_FIELDS}
     if thoughts:  # which name a template knows them by differs
-        fields |= dict.fromkeys((thought_name, *THOUGHTS), thoughts)
+        fields |= dict.fromkeys(THOUGHTS, thoughts)
     if calls:
         fields["tool_calls"] = calls
-    if name.strip().lower() in TOOL_ROLES:
+    if name in TOOL_ROLES:
         fields["role"] = "tool"
     if is_unlearned(given):
         fields["train"] = False
     elif given.get("weight", 1) != 1:
         notes.add(("not used", "weight"))
-    read = ("role", "from", *CONTENTS, "weight", "train", "loss", "function_call")
-    fields |= {name: value for name, value in given.items() if name not in (*read, *fields)}
     text = own_text(content, thoughts, calls)
-    return (role, text, {"content": content, **fields}) if fields else (role, text)
+    return (ROLES[name], text, {"content": content, **fields}) if fields else (ROLES[name], text)
 
 
 def listed_turns(row, name, notes):
-    """Return the turns in a field, a list of messages. Raises RowError."""
-    messages = row[name]
-    if isinstance(messages, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            messages = json.loads(messages)
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-        raise RowError(f"field {name!r} is no list of messages")
-    return [message_turn(message, notes) for message in messages]
+    """Return the turns in a field of messages. Raises RowError."""
+    return [message_turn(message, notes) for message in parsed_list(row, name)]
 
 
-def field_turns(row, role, notes, *names):
-    """Return the turns in the first of these fields: messages, or a text, which is a turn of `role`."""
-    name = next((name for name in names if row.get(name) is not None), None)
+def field_turns(row, role, notes, name, *more):
+    """Return the turns in a field: messages, or a text, which is a turn of `role`.
+
+    The texts in `more` fields belong to that text.
+    """
     value = row.get(name)
-    if isinstance(value, dict) and {"role", "from"} & {*value}:
-        return [message_turn(value, notes)]
-    if isinstance(value, list) or name in CONVERSATIONS:
+    is_message = isinstance(value, dict) and not {"role", "from"}.isdisjoint(value)
+    if is_message or isinstance(value, list) or name in CONVERSATIONS:
         return listed_turns(row, name, notes)
-    return [(role, text_of(row, *names))]
+    texts = [text_of(row, part) for part in (name, *more)]
+    return [(role, "\n\n".join(filter(None, texts)))]
 
 
 def tools_turn(tools):
@@ -2012,13 +1950,11 @@ def leading_turns(row, turns):
             turn = ("<|system|>", text_of(row, name))
             turns = turns if turns[:1] == [turn] else [turn, *turns]
             break
-    for name in ("tools", "functions"):
-        tools = parsed_list(row, name) if row.get(name) else []
-        if name == "functions":
-            tools = [{"type": "function", "function": tool} for tool in tools]
-        if tools:
-            return [tools_turn(tools), *turns]
-    return turns
+    tools = parsed_list(row, "tools")
+    if not tools:
+        functions = parsed_list(row, "functions")
+        tools = [{"type": "function", "function": function} for function in functions]
+    return [tools_turn(tools), *turns] if tools else turns
 
 
 def history_turns(row, notes):
@@ -2026,18 +1962,16 @@ def history_turns(row, notes):
     history = row.get("history") or []
     if not isinstance(history, list):
         raise RowError("field 'history' is no list")
-    if history and isinstance(history[0], dict):
-        return listed_turns(row, "history", notes)
-    turns = []
-    for pair in history:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError("field 'history' is no list of pairs")
-        texts = dict(zip(("question", "answer"), pair, strict=True))
-        turns += [
-            ("<|user|>", text_of(texts, "question")),
-            ("<|assistant|>", text_of(texts, "answer")),
-        ]
-    return turns
+    messages = []
+    for item in history:
+        if isinstance(item, list) and len(item) == 2:
+            messages.append({"role": "user", "content": item[0]})
+            messages.append({"role": "assistant", "content": item[1]})
+        elif isinstance(item, dict):
+            messages.append(item)
+        else:
+            raise RowError("field 'history' is no list of pairs or messages")
+    return listed_turns({"history": messages}, "history", notes)
 
 
 def question_turns(row, notes):
@@ -2050,15 +1984,12 @@ def question_turns(row, notes):
     names = [name for name in QUESTIONS if name in row]
     filled = [name for name in names if not is_blank(row[name])]
     question = [*filled, *names, "prompt"][0]
-    turns = field_turns(row, "<|user|>", notes, question)
-    used = [question, "history"]
+    used = [question]
     is_part = question in ("instruction", "question", "input")
     if is_part and not isinstance(row[question], list | dict):
-        more = [name for name in ("input", "context") if row.get(name) and name != question]
-        texts = [text_of(row, name) for name in (question, *more)]
-        turns = [("<|user|>", "\n\n".join(filter(None, texts)))]
-        used += more
-    return [*history_turns(row, notes), *turns], used
+        used += [name for name in ("input", "context") if row.get(name) and name != question]
+    turns = field_turns(row, "<|user|>", notes, *used)
+    return [*history_turns(row, notes), *turns], [*used, "history"]
 
 
 # === end: turns ===
@@ -2077,23 +2008,17 @@ def turn_form(turn, null, is_text, tool_role):
     null: the content of a message that has none. is_text: whether arguments are JSON text.
     tool_role: the role of a tool's result.
     """
-    role, text, *fields = turn
-    if not fields:
-        return turn
-    message = dict(*fields)
-    if message["content"] is None:
-        message["content"] = null
-    if message.get("role") == "tool":
-        message["role"] = tool_role
-    calls = []
-    for call in message.get("tool_calls", []):
-        arguments = call["function"]["arguments"]
-        if is_text and not isinstance(arguments, str):
-            arguments = json_text(arguments)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    if calls:
-        message["tool_calls"] = calls
-    return role, text, message
+    role, text, *fields = copy.deepcopy(turn)
+    for message in fields:
+        if message["content"] is None:
+            message["content"] = null
+        if message.get("role") == "tool":
+            message["role"] = tool_role
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            if is_text and not isinstance(function["arguments"], str):
+                function["arguments"] = json_text(function["arguments"])
+    return role, text, *fields
 
 
 def writes(text, content):
@@ -2117,29 +2042,24 @@ def is_rendered(text, turns):
 
 
 def templated_turns(tokenizer, turns):
-    """Return turns in the form that the chat template of an imported model writes. Raises UserError.
+    """Return turns in the form that the chat template of an imported model writes.
 
     Templates differ in what they want of a message without text, as the arguments of a call, and as
-    the role of a tool's result: the first form counts that loses none of them.
+    the role of a tool's result: the first form counts that loses none of them. Turns that a template
+    refuses in every form stay as they are.
     """
     if not any(fields for _, _, *fields in turns):
         return turns
-    written = []
+    first = None  # of the forms that the template does not refuse
     for form in itertools.product(("", None), (False, True), ("tool", "user")):
         formed = [turn_form(turn, *form) for turn in turns]
-        try:
-            text = chat_text(tokenizer, formed, False)
-        except UserError as error:
-            fault = error
-            continue
-        if is_rendered(text, turns):
-            return formed
-        written.append(formed)
-        if formed == turns:
-            break
-    if not written:
-        raise fault
-    return written[0]
+        with contextlib.suppress(UserError):
+            if is_rendered(chat_text(tokenizer, formed, False), turns):
+                return formed
+            first = first or formed
+            if formed == turns:
+                break
+    return first or turns
 
 
 def note_rendered(tokenizer, turns, notes):
@@ -2157,35 +2077,41 @@ def note_rendered(tokenizer, turns, notes):
         notes.add(("already has chat tokens, should be messages", name))
 
 
+def is_written(tokenizer, turns, text):
+    """Return whether a template writes what these turns lack: without it the text is another one, or
+    the template refuses them, as Mistral's does a tool's result without its id.
+    """
+    try:
+        return chat_text(tokenizer, turns, False) != text
+    except UserError:
+        return True
+
+
 def fitted_turns(tokenizer, turns, notes):
     """Return turns in the form that the tokenizer's layout has; notes get the fields that it lacks.
 
     Raises UserError where a chat template refuses the conversation.
     """
-    if "template" in tokenizer.facts:
+    has_template = "template" in tokenizer.facts
+    if has_template:
         note_rendered(tokenizer, turns, notes)
     fields = {}
     for _, _, *more in turns:
         fields |= dict(*more)
-    names = [name for name in fields if name not in ("role", "content", "train", *THOUGHTS)]
-    if "template" not in tokenizer.facts or not turns[0][0]:
-        others = dict(fields)
-        note_fields(
-            others, ("role", "content", "train", "tool_calls", *THOUGHTS), "message.", notes
-        )
+    written = ["role", "content", "train", "tool_calls", *THOUGHTS]
+    if not has_template or not turns[0][0]:
+        note_fields(fields, written, "message.", notes)
         return turns
     turns = templated_turns(tokenizer, turns)
     text = chat_text(tokenizer, turns, False)
-    lost = []
-    for name in names:
-        if chat_text(tokenizer, [without(turn, name) for turn in turns], False) == text:
-            lost.append(name)
-    note_fields({name: fields[name] for name in lost}, ("tool_calls",), "message.", notes)
+    for name in fields.keys() - {*written}:
+        if is_written(tokenizer, [without(turn, name) for turn in turns], text):
+            written.append(name)
+    note_fields(fields, written, "message.", notes)
     for role, content, *more in turns:
         name = dict(*more).get("role", role.strip("<|>"))
-        if name == "tools":
-            rest = [turn for turn in turns if dict(*turn[2:]).get("role") != "tools"]
-            if chat_text(tokenizer, rest, False) == text:
+        if name == "tools":  # the first turn, see leading_turns
+            if not is_written(tokenizer, turns[1:], text):
                 notes.add(("not written", "tools"))
         elif role != "<|assistant|>" and not writes(text, content):
             notes.add(("not written", f"a turn of the {name}"))
@@ -2355,7 +2281,7 @@ class GPTConfig:
 
     vocab_size: int
     bos_id: int  # the first token of a document; nothing sees what comes before it
-    layers: str  # one word per layer: g, s or a, see GPT
+    layers: str  # one word per layer: g, s or a, see make_mixer and GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
     context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
@@ -2431,20 +2357,13 @@ def rms_norm(x, eps=0.0):
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
-def register(name, form, shapes, backward=None, keep=None):
-    """Return a form as an operator, which torch.compile calls and does not trace.
+def l2_norm(x):
+    """Return x over its length in the last dimension, at least in float32.
 
-    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    A key longer than 1 lets GDN's state grow. Without the epsilon a key of zeros would get
+    gradients of 1e12.
     """
-    if not hasattr(torch.ops.underpar, name):
-        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
-        registered.register_fake(shapes)
-        if backward:
-            registered.register_autograd(backward, setup_context=keep)
-    return getattr(torch.ops.underpar, name).default
+    return x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6)
 
 
 # Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
@@ -2466,11 +2385,10 @@ class Norm(nn.Module):
 
     def forward(self, x):
         """Return x (..., dim) normed, in its own dtype."""
-        if self.weight is None:
-            return rms_norm(x, self.eps)
-        if self.bias is None:
-            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
-        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        if self.bias is not None:
+            return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        scale = None if self.weight is None else self.weight + self.offset
+        return scaled(rms_norm(x, self.eps), scale)
 
 
 def split_chunks(x, chunk):
@@ -2488,13 +2406,12 @@ def refuse_second_derivative(grad):
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
 
-def unit_inverse(a):
-    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+def unit_inverse(a, eye):
+    """Return the inverse of lower triangular matrices a (..., C, C) with ones on the diagonal.
 
     Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
-    are correlated.
+    are correlated. eye (C, C) is the unit matrix.
     """
-    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
     with torch.no_grad():
         inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
     # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
@@ -2553,13 +2470,13 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
     below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
     kb = beta * k
-    inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
-    p = ((q @ k.mT) * (below + eye)).to(dtype)
+    inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
+    p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
     w = inverse @ (kb * grow).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
     eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+    factors = grow[..., -1:, :] * eye - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
@@ -2568,20 +2485,24 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     return o[:, :t], states[-1].view_as(state)
 
 
-def short_conv(x, weight, doc):
+def shifted(x, back):
+    """Return what x (B, CONV_TAPS-1 + T, ...) has `back` places before each of its last T tokens."""
+    return x[:, CONV_TAPS - 1 - back : x.size(1) - back]
+
+
+def short_conv(x, weight, doc, heads):
     """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
-    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
+    x (B, CONV_TAPS-1 + T, C), weight (CONV_TAPS, C), doc (B, CONV_TAPS-1 + T); the result is
+    (B, T, heads, C / heads). Shifted sums beat F.conv1d(groups=C) on a CPU, and a tap that would
+    reach into another document can be zero.
     """
-    reach = len(weight) - 1
     weight = weight.to(x.dtype)
-    y = x[:, reach:] * weight[reach]
-    for tap in reversed(range(reach)):
-        before = slice(tap, tap - reach)  # the tokens that this tap reads
-        same_doc = doc[:, before] == doc[:, reach:]
-        y = y + x[:, before] * weight[tap] * same_doc[..., None]
-    return F.silu(y)
+    y = shifted(x, 0) * weight[-1]
+    for back in range(1, CONV_TAPS):
+        same_doc = shifted(doc, back) == shifted(doc, 0)
+        y = y + shifted(x, back) * weight[-1 - back] * same_doc[..., None]
+    return F.silu(y).unflatten(-1, (heads, -1))
 
 
 class GatedDeltaNet(nn.Module):
@@ -2615,30 +2536,42 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
-        T = x.size(1)
         qkvg = context.project(x, self.w_qkvg)
         # Split once, so that the gradients are written once; and three convolutions, so that the
         # compiler joins each with the norm that reads it.
         q, k, v, *gate = qkvg.split(self.splits, dim=-1)
-        taps = self.conv.split(self.splits[:3], dim=1)
-        q, k, v = map(short_conv, (q, k, v), taps, 3 * [context.doc])
-        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
-        v = v.unflatten(-1, (self.heads, -1))
-        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
-        # zeros would get gradients of 1e12.
-        q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
+        q_taps, k_taps, v_taps = self.conv.split(self.splits[:3], dim=1)
+        q = l2_norm(short_conv(q, q_taps, context.doc, self.key_heads))  # (B, T, H, K)
+        k = l2_norm(short_conv(k, k_taps, context.doc, self.key_heads))
+        v = short_conv(v, v_taps, context.doc, self.heads)
         q = q.to(v.dtype) * q.size(-1) ** -0.5
         if self.key_heads < self.heads:
             q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        begins_document = context.doc[:, -T:] != context.doc[:, -T - 1 : -1]
+        begins_document = shifted(context.doc, 0) != shifted(context.doc, 1)
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
         o = context.recur(q, k.to(v.dtype), v, g, torch.sigmoid(b))
         o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if gate:
-            o = o * F.silu(gate[0][:, -T:])
+            o = o * F.silu(shifted(gate[0], 0))
         return linear(o, self.w_o)
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
 
 
 def rotary_factors(rates, scaling):
@@ -2740,7 +2673,8 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             kind = config.norms.split()[-1]
-            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
+            self.q_norm = Norm(kind, width, config.norm_eps)
+            self.k_norm = Norm(kind, width, config.norm_eps)
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
@@ -2802,7 +2736,7 @@ class Context:
         """Return attention (B, H, T, D); shapes as in `attend`."""
         if self.borders is not None:
             return FAST["attention"](q, k, v, self.borders, window)
-        return attend(q, k, v, self.doc[:, CONV_TAPS - 1 :], window)
+        return attend(q, k, v, shifted(self.doc, 0), window)
 
 
 def init_wave(units):
@@ -2825,8 +2759,8 @@ def oscillate(x, wave):
 class MLP(nn.Module):
     """Two matrices around an activation.
 
-    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
-    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`.
+    Matrices of its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
     adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
@@ -2868,7 +2802,10 @@ class MLP(nn.Module):
         return linear(h, self.w_down)
 
     def voltage(self, h):
-        """Return the voltages (B, T, hidden) in (0, 1) of hidden units; above BIO_THRESHOLD is an event."""
+        """Return the voltages (B, T, hidden), in (0, 1), of hidden units.
+
+        A voltage above BIO_THRESHOLD is an event.
+        """
         return torch.sigmoid(linear(h, self.w_gate))
 
     def sparse_events(self, h):
@@ -2909,8 +2846,21 @@ class Block(nn.Module):
 def softcap(logits, cap):
     """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
     logits = widened(logits)
-    # tanh itself takes a CPU twice as long.
-    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+    if not cap:
+        return logits
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap  # tanh itself takes a CPU twice as long
+
+
+def make_mixer(config, word):
+    """Return what mixes the tokens in a layer, given the layer's word in GPTConfig.layers."""
+    kind = word[0].lower()
+    if kind == "g":
+        return GatedDeltaNet(config)
+    if kind == "s":
+        return Attention(config, config.attn_window)
+    if kind == "a":
+        return Attention(config, FULL_WINDOW)
+    raise ValueError(f"layers: {word!r} is no kind of layer")
 
 
 class GPT(nn.Module):
@@ -2928,8 +2878,9 @@ class GPT(nn.Module):
             raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        is_tied = config.tie_embeddings
-        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -2940,9 +2891,6 @@ class GPT(nn.Module):
             self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
-        for word in words:
-            if word[0].lower() not in "gsa":
-                raise ValueError(f"layers: {word!r} is no kind of layer")
         if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
@@ -2954,9 +2902,7 @@ class GPT(nn.Module):
             mixer_name = word if word[1:] else place
             block_name = word if word.isupper() else place
             if mixer_name not in mixers:
-                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
-                is_gdn = word[0] in "gG"
-                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+                mixers[mixer_name] = make_mixer(config, word)
             if block_name not in blocks:
                 blocks[block_name] = Block(config, norm)
             self.layers.append((blocks[block_name], mixers[mixer_name]))
@@ -2984,15 +2930,12 @@ class GPT(nn.Module):
         be a sparse tensor, which torch.compile cannot make. This is BigramHashEmbedding of Parameter
         Golf, with triples.
         """
-        recent = context.recent
-        doc = context.doc
-        reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
-        key = 36313 * recent[:, reach:]
+        key = 36313 * shifted(context.recent, 0)
         places = []
         for back, factor in ((1, 27191), (2, 51647)):
-            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            same_doc = shifted(context.doc, back) == shifted(context.doc, 0)
+            before = shifted(context.recent, back).where(same_doc, self.config.bos_id)
             key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
         places = torch.stack(places, -1)
@@ -3156,7 +3099,7 @@ def output_and_gradients(form, inputs, dtype):
 
 
 def form_errors(fast, plain, inputs, dtype):
-    """Return the errors of a faster form and of the plain one, in `dtype`, as a tensor (2,).
+    """Return the errors of a faster form and of the plain one in `dtype`: two 0-d tensors.
 
     An error is the largest distance of the output or a gradient from those of the plain form in
     float32, relative to their norm. A NaN stays a NaN.
@@ -3166,7 +3109,7 @@ def form_errors(fast, plain, inputs, dtype):
     for form in (fast, plain):
         pairs = zip(output_and_gradients(form, inputs, dtype), references, strict=True)
         errors.append(torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).max())
-    return torch.stack(errors)
+    return errors
 
 
 def check_attention(config, ids, dtype, device):
@@ -3174,14 +3117,15 @@ def check_attention(config, ids, dtype, device):
     (borders,) = document_borders(ids, 0, device)
     doc = (ids == 0).cumsum(1).to(device)
     windows = (config.attn_window, FULL_WINDOW)
-    shapes = [
-        (len(ids), heads, ids.size(1), config.attention_width)
+    batch, length = ids.shape
+    inputs = [
+        torch.randn(batch, heads, length, config.attention_width, device=device)
         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     ]
     return form_errors(
         lambda *qkv: torch.cat([FAST["attention"](*qkv, borders, window) for window in windows]),
         lambda *qkv: torch.cat([attend(*qkv, doc, window) for window in windows]),
-        [torch.randn(shape, device=device) for shape in shapes],
+        inputs,
         dtype,
     )
 
@@ -3189,17 +3133,15 @@ def check_attention(config, ids, dtype, device):
 def check_gdn(config, ids, dtype, device):
     """Return the form_errors of fla_gdn, for documents of ids (B, T)."""
     _, heads, key_width, value_width = config.gdn_sizes
-    q, k, v = (
-        torch.randn(*ids.shape, heads, width, device=device)
-        for width in (key_width, key_width, value_width)
-    )
-    g, beta = torch.rand(2, *ids.shape, heads, device=device)
+    shape = (*ids.shape, heads)
+    q, k = F.normalize(torch.randn(2, *shape, key_width, device=device), dim=-1)
+    v = torch.randn(*shape, value_width, device=device)
+    g, beta = torch.rand(2, *shape, device=device)
     g = torch.where(ids[..., None].to(device) == 0, DOCUMENT_DECAY, -g)
-    q = F.normalize(q, dim=-1) * key_width**-0.5
     return form_errors(
         lambda *inputs: FAST["gdn"](*inputs)[0],
         lambda *inputs: gdn_chunk(*inputs, chunk=64)[0],
-        [q, F.normalize(k, dim=-1), v, g, beta],
+        [q, k, v, g, beta],
         dtype,
     )
 
@@ -3228,8 +3170,7 @@ def choose_kernels(choice, network, runtime, log):
     for name in list(FAST):
         good = False
         try:
-            errors = checks[name](config, ids, dtype, runtime.device)
-            error, plain_error = errors.tolist()
+            error, plain_error = checks[name](config, ids, dtype, runtime.device)
             good = error < 2 * plain_error + 0.001
             reason = f"error {error:.1e}, of the plain form {plain_error:.1e}"
         except Exception as fault:  # whatever a compiler or a package raises, it is not used
@@ -3299,16 +3240,13 @@ def merge_lora(model):
     for param in model.parameters():
         param.data = widened(param.data)
     for module in list(model.modules()):
-        if not parametrize.is_parametrized(module):
-            continue
-        weights = {name: part.original for name, part in module.parametrizations.items()}
-        for name, weight in weights.items():
-            weight.copy_(getattr(module, name))
-        # torch's own removal changes the class, which copies of the module share.
-        module.__class__ = type(module).__base__
-        del module.parametrizations
-        for name, weight in weights.items():
-            setattr(module, name, weight)
+        if parametrize.is_parametrized(module):
+            adapted = module.parametrizations
+            # torch's own removal changes the class, which copies of the module share.
+            module.__class__ = type(module).__base__
+            del module.parametrizations
+            for name, part in adapted.items():
+                setattr(module, name, part.original.copy_(part()))
     return model
 
 
@@ -3377,11 +3315,9 @@ class Muon(torch.optim.Optimizer):
 
     def step_batch(self, group, matrices, grads, buffers):
         """Update matrices of one shape, and their momentum."""
-        buffer = torch.stack(buffers)  # (N, R, C)
-        grad = torch.stack(grads)
-        buffer.lerp_(grad, 1 - group["momentum"])
-        torch._foreach_copy_(buffers, buffer.unbind())
-        update = grad.lerp(buffer, group["momentum"])  # Nesterov
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        # Nesterov: (N, R, C)
+        update = torch.stack(grads).lerp(torch.stack(buffers), group["momentum"])
         # Each rank orthogonalizes its share of a batch, as in Parameter Golf. The rest of `result` is
         # zero, so the sum over ranks gathers the shares. Every rank has all momentum, so a run can
         # be resumed on another number of ranks.
@@ -3689,10 +3625,13 @@ class Clock(Stateful):
         return self.seconds[-1] + unknown_steps * self.median_step()
 
     def planned_share(self, step):
-        """Return the share of ITERATIONS or of the budget, at most 1, that `step` completes."""
+        """Return the share of ITERATIONS or of the budget that `step` completes.
+
+        It is above 1 if there are not so many steps, or if there is no time for another one.
+        """
         by_steps = (step + 1) / self.iterations
         by_time = self.next_end() / self.budget
-        return min(1.0, max(by_steps, by_time))
+        return max(by_steps, by_time)
 
     def progress(self, step):
         """Return the share of the run that is done when `step` ends: near 1 at the last step.
@@ -3700,7 +3639,7 @@ class Clock(Stateful):
         Call it once a step, before the forward. It is the same on all ranks, at most 1, and never
         less than for the step before. Without ITERATIONS it is 0 for the first step.
         """
-        progress = self.planned_share(step)
+        progress = min(1.0, self.planned_share(step))
         if step:
             progress = max(progress, self.used[step - 1])
         if self.replay:
@@ -3710,7 +3649,7 @@ class Clock(Stateful):
 
     def is_last(self, step):
         """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
-        return step >= self.iterations or self.next_end() > self.budget
+        return self.planned_share(step) > 1
 
     def end_reason(self, step):
         """Return what has ended a run after so many steps: "iterations", "clock" or "replay"."""
@@ -3946,37 +3885,33 @@ def quantize(w, bits, clip_sigmas):
     return (w / scale[..., None]).round_().to(torch.int32), scale
 
 
-def quant_table(settings, widen=1.0):
+def quant_table(matrix_bits, widen=1.0):
     """Return the quantizers of a run: tensor class -> arguments of `quantize`.
 
-    widen: factor by which all steps are larger than the settings say, to meet a limit of bytes.
+    widen: factor by which all steps are larger than the bits say, to meet a limit of bytes.
     """
     return {
-        "matrix": {"bits": settings.matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS * widen},
+        "matrix": {"bits": matrix_bits, "clip_sigmas": MATRIX_CLIP_SIGMAS * widen},
         "embedding": {"bits": EMBED_BITS, "clip_sigmas": EMBED_CLIP_SIGMAS * widen},
     }
 
 
-def quantize_groups(tensors, table):
-    """Yield names, codes (N, R, C), scales (N, 1) and bits of those tensors whose class the table
-    has; the N tensors of one shape together, because many small operations keep a GPU waiting.
+def quantize_all(tensors, table):
+    """Return name -> Coded, with the nearest codes, of those tensors whose class the table has.
+
+    Tensors of one shape are quantized together, because many small operations keep a GPU waiting.
     """
     groups = collections.defaultdict(list)
     for name, w in tensors.items():
         kind = tensor_class(name, w)
         if kind in table:
             groups[kind, w.flatten(1).shape].append(name)
+    coded = {}
     for (kind, _), names in groups.items():
         w = torch.stack([tensors[name].flatten(1) for name in names])
-        yield names, *quantize(w, **table[kind]), table[kind]["bits"]
-
-
-def quantize_all(tensors, table):
-    """Return name -> Coded, with the nearest codes, of those tensors whose class the table has."""
-    coded = {}
-    for names, codes, scales, bits in quantize_groups(tensors, table):
+        codes, scales = quantize(w, **table[kind])
         for name, *parts in zip(names, codes, scales, strict=True):
-            coded[name] = Coded(*parts, bits)
+            coded[name] = Coded(*parts, table[kind]["bits"])
     return {name: coded[name] for name in tensors if name in coded}
 
 
@@ -4004,13 +3939,10 @@ def quantized(network, table):
     through estimator (Bengio et al., arXiv:1308.3432), w + (q(w) - w).detach().
     """
     tensors = network.state_dict()
-    params = []
-    values = []
-    for names, codes, scales, _ in quantize_groups(tensors, table):
-        group = [tensors[name] for name in names]
-        params += group
-        values += map(Tensor.view_as, dequantize(codes, scales), group)
-    return swapped(params, values)
+    coded = quantize_all(tensors, table)
+    params = [tensors[name] for name in coded]
+    weights = [dequantize(part.codes, part.scale) for part in coded.values()]
+    return swapped(params, map(Tensor.view_as, weights, params))
 
 
 def count_parameters(network):
@@ -4107,11 +4039,8 @@ def dequantize(codes, scale):
     return codes.float() * scale[..., None]
 
 
-class RansCoder:
-    """Codes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place.
-
-    Range ANS is a stack: what is to be decoded first is encoded last.
-    """
+class RansDecoder:
+    """Decodes symbols by tables, in integers only; `states` uint32 (lanes,) move on in place."""
 
     def __init__(self, states, tables):
         """tables uint16 (K, 256), made by rans_table. Raises ArtifactError if one is not whole."""
@@ -4119,31 +4048,15 @@ class RansCoder:
         self.states = states
         # The low 14 bits of a state are a slot. A symbol has as many slots as its frequency says.
         # Slots are numbered through all tables, and `first` is a symbol's first one.
-        self.frequency = tables.astype(np.uint32).reshape(-1)
-        self.first = np.cumsum(self.frequency, dtype=np.uint32) - self.frequency
-        # Of each slot, `steps` has the frequency of its symbol in the upper 16 bits and the slot's
-        # place among those of the symbol in the lower: one look-up is 1.5 times as fast as two.
-        slots = np.arange(self.frequency.sum(), dtype=np.uint32)
-        places = slots - np.repeat(self.first, self.frequency)
-        self.steps = np.repeat(self.frequency << 16, self.frequency) | places
-        symbols = np.arange(len(self.frequency)).astype(np.uint8)
-        self.symbols = np.repeat(symbols, self.frequency)
-
-    def encode(self, pairs):
-        """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol."""
-        frequency = self.frequency.take(pairs)
-        start = self.first.take(pairs) % RANS_TOTAL
-        lanes = len(self.states)
-        chunks = [np.empty(0, np.uint16)]
-        for begin in reversed(range(0, len(pairs), lanes)):
-            f = frequency[begin : begin + lanes]
-            x = self.states[: len(f)]  # a view; the last symbols may need only some of the lanes
-            full = x >= f << (32 - RANS_BITS)
-            chunks.append(x[full].astype(np.uint16))
-            x[full] >>= 16
-            # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
-            x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
-        return np.concatenate(chunks[::-1])
+        frequency = tables.astype(np.uint32).reshape(-1)
+        first = np.cumsum(frequency, dtype=np.uint32) - frequency
+        # `owners` has table << 8 | symbol of each slot. `steps` has the frequency of a slot's symbol
+        # in the upper 16 bits and the slot's place among those of the symbol in the lower: one
+        # look-up is 1.5 times as fast as two.
+        owners = np.repeat(np.arange(len(frequency)), frequency)
+        places = np.arange(len(owners), dtype=np.uint32) - first[owners]
+        self.steps = frequency[owners] << 16 | places
+        self.symbols = owners.astype(np.uint8)
 
     def decode(self, tables, words):
         """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
@@ -4184,7 +4097,10 @@ def unzip(frame, limit, source):
 
 def read_artifact_header(data):
     """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
-    require(data.startswith(ARTIFACT_MAGIC), "is no underpar artifact")
+    require(
+        data.startswith(ARTIFACT_MAGIC),
+        "is no underpar artifact; a model is a run, a checkpoint or an artifact",
+    )
     _, version, length = ARTIFACT_PREFIX.unpack_from(data)
     require(version in READABLE_VERSIONS, f"version {version}, this code reads 9 and 10")
     is_whole = hashlib.sha256(memoryview(data)[:-32]).digest() == data[-32:]
@@ -4223,9 +4139,9 @@ def decode_artifact(data):
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
-    dtypes = [array.dtype for array in (states, tables, sizes)]
+    dtypes = [states.dtype, tables.dtype, sizes.dtype]
     require(dtypes == ["<u4", "<u2", "|u1"], "the coder's streams are not u32, u16 and u8")
-    coder = RansCoder(states, tables.reshape(97, 256))
+    decoder = RansDecoder(states, tables.reshape(97, 256))
     codes_in_words = 0
     tensors = {}
     coded = {}
@@ -4240,7 +4156,7 @@ def decode_artifact(data):
             ends = [height, height + math.prod(width)]
             rows, columns, sizes = np.split(sizes, ends)
             contexts = np.add.outer(rows, columns).reshape(-1)
-            array = coder.decode(contexts, array).view(np.int8)
+            array = decoder.decode(contexts, array).view(np.int8)
         values = torch.from_numpy(array).view(shape)
         if array.dtype == np.int8:
             scale = torch.tensor([record["scale"]], dtype=torch.float16)
@@ -4292,6 +4208,27 @@ def rans_table(counts):
     return (present + np.diff(np.rint(ends), prepend=0)).astype(np.uint16)
 
 
+def rans_encode(pairs, states, tables):
+    """Return words uint16, in the order of decoding, of pairs (n,): table << 8 | symbol.
+
+    tables uint16 (K, 256), made by rans_table; `states` uint32 (lanes,) move on in place. Range ANS
+    is a stack: what is to be decoded first is encoded last.
+    """
+    frequency = tables.astype(np.uint32).take(pairs)
+    start = (tables.cumsum(1, dtype=np.uint32) - tables).take(pairs)
+    lanes = len(states)
+    chunks = [np.empty(0, np.uint16)]
+    for begin in reversed(range(0, len(pairs), lanes)):
+        f = frequency[begin : begin + lanes]
+        x = states[: len(f)]  # a view; the last symbols may need only some of the lanes
+        full = x >= f << (32 - RANS_BITS)
+        chunks.append(x[full].astype(np.uint16))
+        x[full] >>= 16
+        # x becomes (x // f << 14) + x % f + start, where x % f is x - x // f * f
+        x += x // f * (RANS_TOTAL - f) + start[begin : begin + lanes]
+    return np.concatenate(chunks[::-1])
+
+
 def size_numbers(mean_squares):
     """Return sizes uint8, from 0 to 48, of mean squares: quarter octaves of their roots."""
     octaves = mean_squares.clamp(2**-8, 2**16).log2()
@@ -4320,8 +4257,8 @@ def entropy_bytes(counts):
     return (counts * (totals / counts.clamp(min=1)).log2()).sum().item() / 8
 
 
-def model_codes(codes):
-    """Return what precedes coding of codes (name -> int32 (R, C)): arrays, pairs, counts.
+def model_codes(coded):
+    """Return what precedes coding of `coded`, name -> Coded: arrays, pairs, counts.
 
     arrays: what is stored, by name: first the coder's own, then the symbols of each tensor. pairs
     (name -> int16) and counts (97, 256) are those of count_symbols, of the tensors whose symbols
@@ -4332,16 +4269,16 @@ def model_codes(codes):
     sizes = [torch.empty(0, dtype=torch.uint8)]
     escapes = [torch.empty(0, dtype=torch.int32)]
     counts = torch.zeros(97, 256, dtype=torch.int64)
-    for name, tensor in codes.items():
-        part, pairs[name], ends, count = count_symbols(tensor)
-        symbols[name] = part.cpu().numpy()
-        escapes.append(tensor[part == ESCAPE].cpu())
-        if tensor_class(name, tensor) == "embedding":
+    for name, part in coded.items():
+        codes, tensor_pairs, ends, count = count_symbols(part.codes)
+        symbols[name] = codes.cpu().numpy()
+        escapes.append(part.codes[codes == ESCAPE].cpu())
+        if tensor_class(name, codes) == "embedding":
             # Rows of tokens that rarely occur are alike, and zstd finds them: without it artifacts
             # of the records take up to 2.7% more bytes (docs/lab/2026-11.md, 2026-11-27).
             if len(ARTIFACT_ZSTD.compress(symbols[name].tobytes())) <= entropy_bytes(count):
-                del pairs[name]
                 continue
+        pairs[name] = tensor_pairs
         sizes.append(ends.cpu())
         counts += count.cpu()
     # Lanes move side by side, so many are fast; each of them costs 2 bytes.
@@ -4361,10 +4298,10 @@ def pack_artifact(tensors, coded, **header):
     header: settings, which rebuild the model, tokenizer_sha256 and meta, which is anything; JSON.
     The same input gives the same bytes. Raises ArtifactError if a tensor is not finite as stored.
     """
-    arrays, pairs, _ = model_codes({name: part.codes for name, part in coded.items()})
-    coder = RansCoder(arrays["lane_states"], arrays["tables"])
+    arrays, pairs, _ = model_codes(coded)
     for name in reversed(pairs):  # what is to be decoded first is encoded last
-        arrays[name] = coder.encode(pairs[name].cpu().numpy())
+        codes = pairs[name].cpu().numpy()
+        arrays[name] = rans_encode(codes, arrays["lane_states"], arrays["tables"])
     for name, tensor in tensors.items():
         if name not in coded:
             dtype = torch.float32 if name.endswith(FLOAT32_CONTROLS) else torch.float16
@@ -4374,7 +4311,7 @@ def pack_artifact(tensors, coded, **header):
     records = {}
     for name, array in arrays.items():
         payload = ARTIFACT_ZSTD.compress(array.tobytes())
-        shape = tensors[name].shape if name in tensors else array.shape
+        shape = tensors.get(name, array).shape
         record = {"shape": shape, "dtype": array.dtype.str, "length": len(payload)}
         if name in coded:
             record |= {"bits": coded[name].bits, "scale": coded[name].scale.item()}
@@ -4407,93 +4344,86 @@ CHANGED_COPY = (
 MAX_LAYERS = 1024  # bounds the time that a forged file can take
 
 
-def stored_shape(meta):
-    """Return the shape of the network in a checkpoint, of its meta.json.
-
-    Older checkpoints have it among the identity of their run, whose other values are left out.
-    """
-    identity = meta.get("identity", {})
-    # In the order of the fields: an artifact's header has it, and the same input gives the same bytes.
-    names = [name for name in GPTConfig.__dataclass_fields__ if name in identity]
-    return meta.get("shape") or {name: identity[name] for name in names}
-
-
-def require_weights(tensors):
-    """Raise ArtifactError unless the content of a model.pt is name -> tensor of weights."""
-    require(isinstance(tensors, dict), "model.pt has no names of tensors")
-    for name, tensor in tensors.items():
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_nested
-        # PyTorch has few operations for floats of 8 bits.
-        is_weight = is_plain and tensor.is_floating_point() and tensor.element_size() > 1
-        require(isinstance(name, str) and is_weight, f"model.pt has no weights under {name!r:.80}")
-
-
-def checked_config(shape, source):
+def checked_config(shape):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    Raises ArtifactError, which names the source, for a field that is unknown or has a wrong value.
+    Any error if a field is unknown or has a wrong value.
     """
-    kinds = {one.name: one.type for one in fields(GPTConfig)}
-    with one_line(source):
-        check_json(shape, {}, "its settings")
-    for name in shape:
+    kinds = {one.name: one.type for one in fields(GPTConfig)} | {"rope_scaling": [float]}
+    require(
+        shape,
+        "has no settings of its network; a version before 2026-11-27 wrote it: use the script in the "
+        "log of its run",
+    )
+    check_json(shape, dict, "its settings")
+    for name, value in shape.items():
         require(
             name in kinds,
-            f"{source} has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
+            f"has the field {name!r:.80} that this script does not know; {CHANGED_COPY}",
         )
-    with one_line(source):
-        check_json(shape, {name: kinds[name] for name in shape}, "its settings")
-    for name, value in shape.items():
+        check_json(value, kinds[name], f"its settings.{name}")
         is_small = type(value) is not int or value < 1 << 31
-        require(is_small, f"{source} has {name}={value!r:.30}: must be below 2**31")
-    scaling = shape.get("rope_scaling") or []
-    are_numbers = all(type(one) in (int, float) for one in scaling)
-    is_right = len(scaling) in (0, 4) and are_numbers
-    require(is_right, f"{source} has rope_scaling={scaling!r:.80}: must be 4 numbers")
-    count = 1 + str(shape.get("layers")).count(" ")
-    require(count <= MAX_LAYERS, f"{source} has more than {MAX_LAYERS} layers")
-    with one_line(f"{source} lacks a field of its network's settings"):
-        return GPTConfig(**shape)
+        require(is_small, f"has {name}={value!r:.30}: must be below 2**31")
+    with one_line("lacks a field of its network's settings"):
+        config = GPTConfig(**shape)
+    scaling = config.rope_scaling
+    require(len(scaling) in (0, 4), f"has rope_scaling={scaling!r:.80}: must be 4 numbers")
+    require(
+        len(config.layers.split()) <= MAX_LAYERS, f"its network has more than {MAX_LAYERS} layers"
+    )
+    return config
 
 
-def empty_network(config, source):
+def empty_network(config):
     """Return a network without memory (device meta). ArtifactError if the config has no network."""
-    with one_line(f"{source} has settings that make no network"), torch.device("meta"):
+    with one_line("has settings that make no network"), torch.device("meta"):
         return GPT(config)
 
 
-def check_tensors(network, tensors, source):
+def check_weights(tensors):
+    """Raise any error unless these are name -> tensor of finite floats, which the file has in full."""
+    for name, tensor in tensors.items():
+        with one_line(f"tensor {name!r:.80}"):
+            # PyTorch has few operations for floats of 8 bits.
+            is_float = tensor.is_floating_point() and tensor.element_size() > 1
+            require(is_float, f"is no tensor of weights, but of {tensor.dtype}")
+            # An expanded tensor of a forged file has few bytes and any number of weights.
+            size = tensor.numel() * tensor.element_size()
+            require(size <= tensor.untyped_storage().nbytes(), "has fewer weights than its shape")
+            # A float64 may be beyond float32's range, in which the network is.
+            low_and_high = torch.stack(tensor.aminmax()).float()
+            require(
+                low_and_high.isfinite().all(),
+                "has NaN or infinite weights; take a model or a checkpoint from before they arose",
+            )
+
+
+def shape_of(tensors, name):
+    """Return the shape of a tensor, or "missing"."""
+    return list(tensors[name].shape) if name in tensors else "missing"
+
+
+def check_tensors(network, tensors):
     """Raise ArtifactError unless the tensors are those of the network by name and shape."""
     expected = network.state_dict()
-    for name in tensors:
+    for name in {**tensors, **expected}:
+        shape = shape_of(tensors, name)
+        wanted = shape_of(expected, name)
         require(
-            name in expected,
-            f"{source} has the tensor {name!r:.80} that this script does not know; {CHANGED_COPY}",
-        )
-    for name, param in expected.items():
-        require(
-            name in tensors,
-            f"{source} lacks the tensor {name!r} that this script needs; {CHANGED_COPY}",
-        )
-        shape = tuple(tensors[name].shape)
-        require(
-            shape == param.shape,
-            f"{source} has the tensor {name!r} of shape {shape}, which is {tuple(param.shape)} in "
-            f"this script; {CHANGED_COPY}",
+            shape == wanted,
+            f"the tensor {name!r:.80} is {shape}, and {wanted} in this script's network; "
+            f"{CHANGED_COPY}",
         )
 
 
-def check_finite(tensors, source):
-    """Raise ArtifactError if a weight is a NaN or infinite: all that it makes would be NaN."""
-    for name, tensor in tensors.items():
-        # A float64 may be beyond float32's range, in which the network is.
-        low_and_high = torch.stack(tensor.aminmax()).float()
-        require(
-            low_and_high.isfinite().all(),
-            f"{source} has NaN or infinite weights in the tensor {name!r}; take a model or a "
-            "checkpoint from before they arose",
-        )
+def fill_network(network, tensors):
+    """Give a network without memory these tensors as its weights, and return it. ArtifactError."""
+    check_tensors(network, tensors)
+    empty = dict(network.named_parameters())
+    network.load_state_dict(tensors, assign=True)
+    for name, param in network.named_parameters():
+        vars(param).update(vars(empty[name]))  # Muon's splits
+    return network
 
 
 # === end: rebuild ===
@@ -4511,16 +4441,15 @@ class Stored:
     sha256: str | None  # of the tokenizer; None: not known
 
     def read_tensors(self):
-        """Return the weights by name. Raises ArtifactError."""
+        """Return the weights by name. Any error if they are damaged."""
         if self.file.is_file():
-            with one_line(self.source):
-                return read_artifact(self.file)[1]
-        with one_line(f"{self.source} cannot be read"):
+            _, tensors, _ = read_artifact(self.file)
+        else:
             # The file's own pages are the weights: they are read once, and copied where they change.
             path = self.file / "model.pt"
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            require_weights(tensors)
-            return tensors
+        check_weights(tensors)
+        return tensors
 
 
 def read_stored(name, path):
@@ -4537,35 +4466,26 @@ def read_stored(name, path):
         raise UserError(f"{source}: first python convert.py import {path} runs/imported")
     if (file / "model.upar").is_file():
         file = file / "model.upar"
-    if file.is_file():
-        with one_line(f"{source}: must be a run, a checkpoint or an artifact; {file}"):
+    elif file.is_dir():
+        file, faults = newest_checkpoint(file)
+        if file is None:
+            reasons = "; ".join(faults)
+            raise UserError(f"{source}: neither model.upar nor a whole checkpoint; {reasons}")
+    source = f"{source}: {file}"
+    with one_line(source):
+        if file.is_file():
             header, _ = read_artifact_header(file.read_bytes())
-        tokenizer = file.parent / header["meta"]["tokenizer"]
-        config = checked_config(header["settings"], f"{source}: {file}")
-        return Stored(f"{source}: {file}", file, config, tokenizer, header["tokenizer_sha256"])
-    folder, faults = newest_checkpoint(file)
-    if folder is None:
-        raise UserError(f"{source}: neither model.upar nor a whole checkpoint; {'; '.join(faults)}")
-    source = f"{source}: {folder}"
-    with one_line(f"{source} cannot be read"):
-        meta = json.loads((folder / "meta.json").read_bytes())
-        shape = stored_shape(meta)
-        sha256 = meta.get("identity", {}).get("tokenizer_sha256")
-    # The run's folder has the tokenizer's file under the name that the data have for it.
-    beside = [*folder.parent.glob("*.model"), *folder.parent.glob("*.tiktoken")]
-    tokenizer = (beside or [Path("bytes")])[0]
-    return Stored(source, folder, checked_config(shape, source), tokenizer, sha256)
-
-
-def fill_network(network, tensors, source):
-    """Give a network without memory these tensors as its weights, and return it. ArtifactError."""
-    check_tensors(network, tensors, source)
-    check_finite(tensors, source)
-    empty = dict(network.named_parameters())
-    network.load_state_dict(tensors, assign=True)
-    for name, param in network.named_parameters():
-        vars(param).update(vars(empty[name]))  # Muon's splits
-    return network
+            shape = header["settings"]
+            sha256 = header["tokenizer_sha256"]
+            tokenizer = file.parent / header["meta"]["tokenizer"]
+        else:
+            meta = json.loads((file / "meta.json").read_bytes())
+            shape = meta.get("shape")
+            sha256 = meta.get("identity", {}).get("tokenizer_sha256")
+            # The run's folder has the tokenizer's file under the name that the data have for it.
+            run = file.parent
+            tokenizer = [*run.glob("*.model"), *run.glob("*.tiktoken"), Path("bytes")][0]
+        return Stored(source, file, checked_config(shape), tokenizer, sha256)
 
 
 # === end: stored ===
@@ -4594,24 +4514,24 @@ def load_stored(stored):
             f"{stored.source} has {config.vocab_size} tokens, and the tokenizer beside it, "
             f"{tokenizer.file} with {tokenizer.vocab_size}, is another one than it was trained with"
         )
-    network = assemble(config, stored.read_tensors(), stored.source)
+    with one_line(stored.source):
+        network = assemble(config, stored.read_tensors())
     return network, tokenizer, str(stored.file)
 
 
-def assemble(config, tensors, source):
+def assemble(config, tensors):
     """Return the network whose weights are these tensors, with adapters and value head if any.
 
-    source: where they are from, for a UserError about tensors that are not the network's.
+    Any error if they are not the network's.
     """
-    network = empty_network(config, source)
-    adapters = [tensor for key, tensor in tensors.items() if key.endswith(".lora_a")]
-    ranks = [len(tensor) for tensor in adapters if tensor.ndim == 2]
+    network = empty_network(config)
+    ranks = [len(tensor) for name, tensor in tensors.items() if name.endswith(".lora_a")]
     with torch.device("meta"):  # takes no memory: the tensors become the weights
         if ranks:
             setup_lora_adapter(network, ranks[0])
         if "w_value" in tensors:
             add_value_head(network)
-    return fill_network(network, tensors, source)
+    return fill_network(network, tensors)
 
 
 def add_value_head(network):
@@ -4634,35 +4554,35 @@ def find_start(path, name="INIT_FROM"):
     return read_stored(name, str(final) if path and final.is_dir() else path)
 
 
-def describe_start(settings, source, values):
+def imported_values(start, defaults):
+    """Return the settings that a start has in place of the defaults if it was imported, otherwise {}.
+
+    start: a Stored, also of a run that began with an imported model. defaults: those that are not
+    by the size of the network.
+    """
+    # Imports before 2026-11-27 are known by their tokenizer alone.
+    if not start.config.context and start.tokenizer.name != "imported.tiktoken":
+        return {}
+    with one_line(start.source):
+        network = empty_network(start.config)
+    weights = sum(param.numel() for param in network.parameters())
+    # One core packs 8 million weights in a second: 16 s for the 135 million of SmolLM2 (docs/lab.md).
+    return {**defaults, "reserve_seconds": 5.0 + round(weights / 6e6)}
+
+
+def describe_start(settings, defaults):
     """Return the lines of the log that say from which file INIT_FROM took the weights.
 
-    values: settings that an imported start has in place of the defaults.
+    defaults: see imported_values.
     """
-    text = f"start: {source}"
-    if Path(settings.init_from).is_dir() and Path(source).name == "model.upar":
+    start = find_start(settings.init_from)
+    text = f"start: {start.file}"
+    if Path(settings.init_from).is_dir() and start.file.name == "model.upar":
         text += ", rounded weights: the run is of an older version and has no folder `final`"
+    values = imported_values(start, defaults)
     if values:
         text += f"\nstart: the model was imported; its defaults are {name_values(values)}"
     return text
-
-
-def is_imported(config, tokenizer_file):
-    """Return whether a network came from a model of transformers, also in runs that began with it."""
-    # Imports before 2026-11-27 are known by their tokenizer alone.
-    return config.context > 0 or tokenizer_file == "imported.tiktoken"
-
-
-def imported_values(config, tokenizer_file, defaults):
-    """Return the settings that an imported start has in place of the defaults, {} for another start.
-
-    defaults: those that are not by the size of the network.
-    """
-    if not is_imported(config, tokenizer_file):
-        return {}
-    weights = sum(param.numel() for param in empty_network(config, "INIT_FROM").parameters())
-    # One core packs 8 million weights in a second: 16 s for the 135 million of SmolLM2 (docs/lab.md).
-    return {**defaults, "reserve_seconds": 5.0 + round(weights / 6e6)}
 
 
 # === end: starts ===
@@ -4672,24 +4592,27 @@ def imported_values(config, tokenizer_file, defaults):
 KEEP_CHECKPOINTS = 2  # the newest, and one before it in case the newest is damaged
 
 
+def write_summed(path, data):
+    """Write a file of a checkpoint; return its line of SHA256SUMS. Raises OSError."""
+    replace_file(path, data)
+    return f"{hashlib.sha256(data).hexdigest()}  {path.name}\n"
+
+
 def write_checkpoint(folder, states, meta):
     """Write a folder of meta.json, <name>.pt and SHA256SUMS under another name, and rename it.
 
     states: name -> what torch.save takes; meta: JSON. Raises OSError, leaving nothing behind.
     """
-    files = {"meta.json": json.dumps(meta).encode()}
-    for name, state in states.items():
-        buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
-        torch.save(state, buffer)
-        files[f"{name}.pt"] = buffer.getvalue()
-    sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
-    files["SHA256SUMS"] = "".join(sums).encode()
     unfinished = folder.parent / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         unfinished.mkdir()
-        for name, data in files.items():
-            replace_file(unfinished / name, data)
+        lines = [write_summed(unfinished / "meta.json", json.dumps(meta).encode())]
+        for name, state in states.items():
+            buffer = io.BytesIO()  # torch.save into a file raises no OSError on a full disk
+            torch.save(state, buffer)
+            lines.append(write_summed(unfinished / f"{name}.pt", buffer.getbuffer()))
+        replace_file(unfinished / "SHA256SUMS", "".join(lines).encode())
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
         unfinished.rename(folder)
     finally:
@@ -4706,6 +4629,16 @@ def save_checkpoint(folder, step, states, meta):
     # from it.
     for old in folders[:newest] + folders[newest + KEEP_CHECKPOINTS :]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def saved_state(folder):
+    """Return what the folder of a run that was stopped has, and what RESUME does with it."""
+    if (folder / "result.json").exists():
+        return "everything was saved"
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        return f"nothing was saved; {folder} may be deleted"
+    return f"RESUME={folder} continues from {checkpoints[0].name}"
 
 
 def find_run(setting, name, out_dir):
@@ -4751,22 +4684,19 @@ def checkpoint_to_resume(folder):
 def read_record(setting, path):
     """Return what a JSON file of a run holds, with exactly the settings of this script.
 
-    setting: RESUME or REPLAY, which a UserError blames.
+    setting: RESUME or REPLAY, which a UserError blames. Older versions had other settings.
     """
     try:
         record = json.loads(path.read_bytes())
         check_json(record, {"settings": {}}, "it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(f"{setting}: {path} cannot be read: {error}") from None
-    # A setting that has become a constant since then may be there with the constant's value.
-    retired = {name.lower(): value for name, value in OTHER_NAMES.items()}
-    stored = {name for name, value in record["settings"].items() if value != retired.get(name)}
-    different = sorted(stored ^ Settings.__dataclass_fields__.keys())  # in one of both alone
+    different = record["settings"].keys() ^ Settings.__dataclass_fields__.keys()
     if different:
-        names = ", ".join(different).upper()
+        names = ", ".join(sorted(different)).upper()
         raise UserError(
             f"{setting}: only one of {path} and this script has {names}; must be of a run of this "
-            "script, in this version"
+            "script, in this version: the run's log.txt begins with the script that it needs"
         )
     return record
 
@@ -4880,16 +4810,21 @@ def make_tracker(settings, folder, checkpoint):
 
 
 class LineFile:
-    """A file to which whole lines are appended, each of which stays if the process is killed."""
+    """A file to which whole lines are appended, each of which stays if the process is killed.
+
+    It stays open: on a network's file system each opening and closing would take a round trip.
+    """
 
     def __init__(self, path):
         self.path = path
-        self.file = open(path, "ab", buffering=0)
+        self.file = None  # until the first line
 
     def write(self, text):
         """Append text and a newline; an OSError is a warning: a full disk may have room again."""
         data = text.encode(errors="backslashreplace") + b"\n"
         try:
+            if self.file is None:
+                self.file = open(self.path, "ab", buffering=0)
             end = self.file.seek(0, os.SEEK_END)
             try:
                 while data:
@@ -4901,28 +4836,21 @@ class LineFile:
             write_stream(sys.stderr, f"{self.path.name}: {error}\n")
 
 
-def write_source(path, source):
-    """Append the script to log.txt, unless it is there from before RESUME. Raises OSError."""
-    source = source.decode() + f"\n{'=' * 120}\n"
-    with open(path, "a+", encoding="utf-8") as log:
-        log.seek(0)
-        if source not in log.read():
-            log.write(source)
+def remove_repeated(folder, step):
+    """Remove from the .jsonl files of a run the rows that it writes again when resumed after `step`.
 
-
-def remove_repeated(path, step, is_score):
-    """Remove from a .jsonl file of a run the rows that it writes again when resumed after `step`.
-
-    is_score: function of a row; scores of `step` are made again, but not those of the start.
+    Scores of `step` are made again, but not those of the start.
     """
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        with contextlib.suppress(ValueError):  # a line that was cut when the process was killed
-            row = json.loads(line)
-            is_made_again = is_score(row) and 0 < row["step"] == step
-            if row["step"] <= step and not is_made_again:
-                kept.append(line)
-    replace_file(path, b"".join(kept))
+    for path in filter(Path.exists, (folder / "metrics.jsonl", folder / "samples.jsonl")):
+        kept = []
+        for line in path.read_bytes().splitlines(keepends=True):
+            with contextlib.suppress(ValueError):  # a line that was cut when the process was killed
+                row = json.loads(line)
+                is_score = "train_time" not in row and row.get("phase") != "train"
+                is_made_again = is_score and 0 < row["step"] == step
+                if row["step"] <= step and not is_made_again:
+                    kept.append(line)
+        replace_file(path, b"".join(kept))
 
 
 class Log:
@@ -4934,36 +4862,38 @@ class Log:
 
     def __init__(self, iterations):
         self.iterations = iterations
-        self.file = None
+        self.file = None  # log.txt
         self.metrics_file = None
         self.tracker = None
         self.last_line = time.monotonic()
 
-    def open(self, folder, tracker):
-        """Begin to write in a run's folder; tracker: see make_tracker. Raises OSError."""
-        self.tracker = tracker
+    def open(self, folder, source, tracker):
+        """Begin to write in a run's folder. log.txt has the script first. Raises OSError.
+
+        source: bytes of the script; they may be there from before RESUME. tracker: see make_tracker.
+        """
         self.file = LineFile(folder / "log.txt")
         self.metrics_file = LineFile(folder / "metrics.jsonl")
+        self.tracker = tracker
+        text = source + b"\n" + b"=" * 120 + b"\n"
+        with open(folder / "log.txt", "ab+") as file:
+            file.seek(0)
+            if text not in file.read():
+                file.write(text)
         ERROR_LOGS[:] = [self.file]
 
-    def resume(self, step):
-        """Go on behind `step` in metrics.jsonl."""
-        if self.metrics_file:
-            path = self.metrics_file.path
-            remove_repeated(path, step, lambda row: "train_time" not in row)
-            self.metrics_file = LineFile(path)
-
     def __call__(self, text, stream=None):
-        """Write text to the file and to a stream, sys.stdout if it is None."""
+        """Write text to log.txt and to a stream, sys.stdout if it is None."""
         if self.file is None:
             return
         self.last_line = time.monotonic()
         self.file.write(text)
-        self.show(f"{CLEAR_LINE * sys.stdout.isatty()}{text}\n", stream)
+        self.show(f"{text}\n", stream)
 
     def show(self, text, stream=None):
-        """Write text to a stream alone, sys.stdout if it is None."""
-        error = write_stream(stream or sys.stdout, text)
+        """Write text to a stream alone. On a terminal it replaces the line of progress."""
+        clear = CLEAR_LINE * sys.stdout.isatty()
+        error = write_stream(stream or sys.stdout, clear + text)
         if error:
             self.file.write(f"note: the output has ended ({error}); the run and this log go on")
 
@@ -5000,7 +4930,7 @@ class Log:
         if seconds_left is None or step <= 5 or step == self.iterations or self.is_due():
             self(line)
         elif sys.stdout.isatty():
-            self.show(f"{CLEAR_LINE}{seconds_left:.0f} s left {line}")
+            self.show(f"{seconds_left:.0f} s left {line}")
 
 
 # === end: log ===
@@ -5037,17 +4967,19 @@ class StopSignal:
 
     def receive(self, number, frame):
         """Handle a signal."""
-        # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-        if self.number and time.monotonic() - self.received > 1:
-            self.run.end_at_once(number, frame)
-        if not self.number and self.run.runtime.rank == 0:
+        if self.number:
+            # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
+            if time.monotonic() - self.received > 1:
+                self.run.end_at_once(number, frame)
+            return
+        self.received = time.monotonic()
+        self.number = number
+        if self.run.runtime.rank == 0:
             name = signal.Signals(number).name
             text = f"{name}: the run stops after this step; a second signal ends it at once\n"
             with contextlib.suppress(OSError):  # nobody reads it
                 # Not by print, which this signal may have interrupted.
                 os.write(sys.stderr.fileno(), text.encode())
-        self.number = number
-        self.received = time.monotonic()
 
     def on_any_rank(self, runtime):
         """Return whether any rank has got a signal; every rank must call it."""
@@ -5069,7 +5001,7 @@ class Run(Stateful):
     plan: Plan
     clock: Clock
     identity: dict  # values that must not change when a run is resumed
-    shape: dict = field(default_factory=dict)  # of the network, see GPTConfig
+    shape: dict  # of the network, see GPTConfig
 
     def __post_init__(self):
         settings = self.settings
@@ -5081,33 +5013,18 @@ class Run(Stateful):
         self.log = Log(settings.iterations)
         self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
         self.events = []
+        self.changed = {}  # settings that are others than before RESUME
         self.step = 0
         self.loss = math.nan  # of the last step that was logged
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.saved_step = -1  # of the newest checkpoint
+        self.saved_step = -1  # the last one at which `save` was called
         # Why training has ended: "iterations", "clock", "replay", "signal" or a word of the script.
         self.ended = ""
         # Of the run's begin: you may change the script and commit while it trains.
         self.source = Path(__file__).read_bytes()
         self.machine = describe_machine(self.runtime)
-        self.code_bytes = len(self.source)
-        if settings.config:
-            if not os.path.isfile(settings.config):
-                raise UserError(
-                    f"CONFIG={settings.config!r}: no such file; must be where it is now, because its "
-                    "bytes count"
-                )
-            self.code_bytes += os.path.getsize(settings.config)
-        if 0 < settings.artifact_bytes_max <= self.code_bytes:
-            raise UserError(
-                f"ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}: must be above {self.code_bytes}, "
-                "the bytes of the script and of CONFIG, which count"
-            )
-
-    def load_state_dict(self, saved):
-        """Replace the state by a saved one. Checkpoints before 2026-11-28 have no loss."""
-        super().load_state_dict({"loss": math.nan, **saved})
+        self.code_bytes = count_code(settings, self.source)
 
     def open(self):
         """Make or find the folder and begin the log; return the checkpoint to load, or None.
@@ -5121,6 +5038,7 @@ class Run(Stateful):
             checkpoint, damaged = checkpoint_to_resume(self.folder)
             meta = json.loads((checkpoint / "meta.json").read_bytes())
             check_identity(self.identity, meta["identity"])  # on all ranks
+            self.changed = changed_settings(self.settings, meta["settings"])
         if self.runtime.rank == 0:
             run_id = self.settings.run_id
             if checkpoint is None and (any(self.folder.glob("*")) or Path(run_id).name != run_id):
@@ -5130,40 +5048,22 @@ class Run(Stateful):
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
             tracker = make_tracker(self.settings, self.folder, checkpoint)
-            write_source(self.folder / "log.txt", self.source)
-            self.log.open(self.folder, tracker)
+            self.log.open(self.folder, self.source, tracker)
             write_header(self)
             for line in damaged:
                 self.log(line)
         checkpoint = self.runtime.agree(checkpoint)
         if self.runtime.distributed:
-            self.await_folder()
+            await_folder(self)
         return checkpoint
 
-    def await_folder(self):
-        """Raise UserError if this rank's node does not see the folder; NFS shows it after a while."""
-        for _ in range(FOLDER_SECONDS):
-            if (self.folder / "log.txt").exists():
-                return
-            time.sleep(1)
-        raise UserError(
-            f"OUT_DIR={self.settings.out_dir!r}: rank {self.runtime.rank} does not see the run's folder "
-            f"{self.folder}; must be on a file system that all nodes share"
-        )
-
     def end_at_once(self, number, frame):
-        """Handle a signal before the first step or after the last one: end the process.
-
-        A line says what the folder has.
-        """
-        state = f"nothing was saved; {self.folder} may be deleted"
+        """Handle a signal before the first step or after the last one: end the process."""
         try:
-            if checkpoints := list_checkpoints(self.folder):
-                state = f"RESUME={self.folder} continues from {checkpoints[0].name}"
-            if (self.folder / "result.json").exists():
-                state = "everything was saved"
             if self.runtime.rank == 0:
-                report_error(f"stopped by {signal.Signals(number).name}: {state}")
+                report_error(
+                    f"stopped by {signal.Signals(number).name}: {saved_state(self.folder)}"
+                )
         finally:  # whatever becomes of the text
             os._exit(128 + number)
 
@@ -5221,18 +5121,52 @@ class Run(Stateful):
         """
         load_parts(self.parts, folder, optional, device or self.runtime.device)
         self.saved_step = self.step
-        self.log.resume(self.step)
-        meta = json.loads((folder / "meta.json").read_bytes())
-        changed = changed_settings(self.settings, meta["settings"])
-        self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=changed)
-        progress = max(self.clock.used, default=0.0)
-        share = self.clock.planned_share(self.step)
-        if share < 0.9 * progress and not self.settings.replay:
-            self.log(
-                f"note: the run was at {progress:.0%} of its plan, and is at {share:.0%} of the one that "
-                f"is given now; rates, phases and averages stand still until it is at {progress:.0%} "
-                "again. INIT_FROM begins a plan anew"
+        if self.runtime.rank == 0:
+            remove_repeated(self.folder, self.step)
+        self.event("resume", step=self.step, ranks=self.runtime.world_size, changed=self.changed)
+        note_longer_plan(self)
+
+
+def count_code(settings, source):
+    """Return the bytes of the script and of CONFIG, which count like the artifact's. UserError."""
+    count = len(source)
+    if settings.config:
+        if not os.path.isfile(settings.config):
+            raise UserError(
+                f"CONFIG={settings.config!r}: no such file; must be where it is now, because its bytes "
+                "count"
             )
+        count += os.path.getsize(settings.config)
+    if 0 < settings.artifact_bytes_max <= count:
+        raise UserError(
+            f"ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}: must be above {count}, the bytes of the "
+            "script and of CONFIG, which count"
+        )
+    return count
+
+
+def await_folder(run):
+    """Raise UserError if this rank's node does not see the folder; NFS shows it after a while."""
+    for _ in range(FOLDER_SECONDS):
+        if (run.folder / "log.txt").exists():
+            return
+        time.sleep(1)
+    raise UserError(
+        f"OUT_DIR={run.settings.out_dir!r}: rank {run.runtime.rank} does not see the run's folder "
+        f"{run.folder}; must be on a file system that all nodes share"
+    )
+
+
+def note_longer_plan(run):
+    """Log that a resumed run is less far in the plan that is given now than it was in its own."""
+    progress = run.plan.progress
+    share = run.clock.planned_share(run.step)
+    if share < 0.9 * progress and not run.settings.replay:
+        run.log(
+            f"note: the run was at {progress:.0%} of its plan, and is at {share:.0%} of the one that "
+            f"is given now; rates, phases and averages stand still until it is at {progress:.0%} "
+            "again. INIT_FROM begins a plan anew"
+        )
 
 
 # The settings behind those values of a run's identity and of GPTConfig that have another name.
@@ -5250,10 +5184,19 @@ SETTING_NAMES = {
 def check_identity(identity, before):
     """Raise UserError if a value that must not change is another one than in the checkpoint."""
     for name, value in before.items():
-        if identity.get(name) != value:
+        given = identity.get(name)
+        if given != value:
             setting = SETTING_NAMES.get(name, name.upper())
-            given = identity.get(name)
             raise UserError(f"{setting}={given!r}: must stay {value!r} under RESUME")
+
+
+def changed_settings(settings, before):
+    """Return the settings of a resumed run that differ from those before, but for its name."""
+    return {
+        name: value
+        for name, value in asdict(settings).items()
+        if value != before[name] and name not in ("resume", "run_id", "out_dir")
+    }
 
 
 def load_parts(parts, folder, optional, device):
@@ -5267,17 +5210,10 @@ def load_parts(parts, folder, optional, device):
     except Exception as error:  # each part has errors of its own for a state that does not fit
         if is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())
-        raise UserError(f"RESUME: {folder} is no checkpoint of this run: {reason:.300}") from None
-
-
-def changed_settings(settings, before):
-    """Return the settings of a resumed run that differ from those before, but for its name."""
-    return {
-        name: value
-        for name, value in asdict(settings).items()
-        if value != before[name] and name not in ("resume", "run_id", "out_dir")
-    }
+        raise UserError(
+            f"RESUME: {folder} is no checkpoint of this run: {error!r:.300}; must be of this version of "
+            "the script, and log.txt begins with the one that it needs"
+        ) from None
 
 
 def write_header(run):
@@ -5295,7 +5231,7 @@ def count_skipped(run, report):
     Raises FloatingPointError for MAX_SKIPPED_STEPS of them in a row, and for a weight that is not
     finite, which no later step can mend.
     """
-    if math.isfinite(report.loss) and math.isfinite(report.grad_norm):
+    if math.isfinite(report.loss + report.grad_norm):
         run.skipped_in_a_row = 0
         return
     run.skipped_steps += 1
@@ -5310,8 +5246,9 @@ def count_skipped(run, report):
     else:
         return
     if run.skipped_steps == run.step:
-        start = run.settings.init_from
-        error += f", from the first step on: INIT_FROM={start!r} or the data are bad"
+        error += (
+            f", from the first step on: INIT_FROM={run.settings.init_from!r} or the data are bad"
+        )
     elif not bad:
         error += f"; the last checkpoint of {run.folder} is good"
     raise FloatingPointError(error)
@@ -5330,21 +5267,22 @@ def log_step(run, metrics, loss_name="loss"):
     if report.stop_requested:
         run.ended = "signal"
     step_seconds = report.seconds / run.step
-    times = {"train_time": 1000 * report.seconds, "step_avg": 1000 * step_seconds}
-    seconds_left = min(
-        run.clock.budget - report.seconds, (run.clock.iterations - run.step) * step_seconds
-    )
-    values = {loss_name: report.loss, "grad_norm": report.grad_norm, **metrics, **times}
+    steps_left = run.clock.iterations - run.step
+    seconds_left = min(run.clock.budget - report.seconds, steps_left * step_seconds)
+    values = {
+        loss_name: report.loss,
+        "grad_norm": report.grad_norm,
+        **metrics,
+        "train_time": 1000 * report.seconds,
+        "step_avg": 1000 * step_seconds,
+    }
     run.log.metrics(run.step, values, seconds_left)
 
 
 def leave_stopped(run, stop_signal):
     """Log that a signal stopped the run, and where RESUME continues it; return the exit code."""
     number = signal.Signals(stop_signal.number or signal.SIGTERM)
-    text = f"stopped by {number.name} after step {run.step}; RESUME={run.folder} continues it"
-    if run.saved_step < run.step:
-        text += f" from step {run.saved_step}: the last save failed"
-    run.log(text)
+    run.log(f"stopped by {number.name} after step {run.step}: {saved_state(run.folder)}")
     run.runtime.leave()
     return 128 + number
 
@@ -5405,26 +5343,19 @@ def report_packing(run, nats):
         )
 
 
-def bad_scores(result):
-    """Return the names of a result's scores that are not finite. A mean comes before its interval,
-    which one row does not have.
-    """
-    scores = [name for name in result if name.startswith(("val_loss", "val_bpb"))]
-    names = [name for name in scores if not math.isfinite(result[name])]
-    for group in ("before", "after", "packed"):
-        for name, value in result.get(group, {}).items():
-            if not np.isfinite(np.ravel(value)[0]):
-                names.append(f"{group} {name}")
-    return names
-
-
 def result_errors(run, result):
     """Return the errors of a finished run: what it has done otherwise than its settings ask for."""
     missed = run.plan.planned.keys() - run.plan.phases
     errors = [f"phase {name} was enabled and never fired" for name in missed]
     if 0 < run.settings.artifact_bytes_max < result["total_bytes"]:
         errors.append("code and artifact exceed ARTIFACT_BYTES_MAX")
-    return errors + [f"the score {name} is not finite" for name in bad_scores(result)]
+    scores = {name: result[name] for name in result if name.startswith(("val_loss", "val_bpb"))}
+    for group in ("before", "after", "packed"):
+        for name, value in result.get(group, {}).items():
+            # A mean comes before its interval, which one row does not have.
+            scores[f"{group} {name}"] = np.ravel(value)[0]
+    bad = [name for name, score in scores.items() if not math.isfinite(score)]
+    return errors + [f"the score {name} is not finite" for name in bad]
 
 
 def write_result(run, values, content):
@@ -5899,11 +5830,9 @@ USER_FOLDERS = []  # of the files that import_file has imported; sys.path begins
 
 
 class RewardFault(UserError):
-    """A fault of a user's file; `traceback` has the frames of the user's code."""
+    """A fault of a user's file."""
 
-    def __init__(self, message, traceback=""):
-        super().__init__(message)
-        self.traceback = traceback
+    traceback = ""  # frames of the user's code
 
 
 @dataclass
@@ -5926,7 +5855,9 @@ def exact_match(prompts, completions, answer):
 
 
 def file_fault(prefix, error):
-    """Return the RewardFault of an exception that a user's code raised."""
+    """Return the RewardFault of an exception that a user's code raised; raise a Ctrl-C again."""
+    if is_interrupt(error):
+        raise error
     frames = error.__traceback__
     while frames and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next
@@ -5938,7 +5869,9 @@ def file_fault(prefix, error):
     # The last frames and characters: recursion has 1000 frames, and a message may be of any length.
     lines = traceback.format_exception(type(error), error, frames, limit=-20)
     text = "".join(f"{line.rstrip():.2000}\n" for line in lines)
-    return RewardFault(f"{prefix} raised {name:.300}{place}", text[-10000:])
+    fault = RewardFault(f"{prefix} raised {name:.300}{place}")
+    fault.traceback = text[-10000:]
+    return fault
 
 
 def is_interrupt(error):
@@ -5955,13 +5888,12 @@ def first_on_path(folder):
     """A block in which `import` finds the files of a folder before all others, as it does for the
     file that Python runs. Afterwards the folder comes after those of earlier blocks.
     """
-    folder = str(folder)
     others = {}  # modules that have a name of a file in this folder
-    for path in Path(folder).glob("*"):
-        module = sys.modules.get(path.stem)
-        file = getattr(module, "__file__", None) or ""
-        if path.suffix == ".py" and file and Path(file).resolve() != path:
+    for path in folder.glob("*.py"):
+        file = getattr(sys.modules.get(path.stem), "__file__", None)
+        if file and Path(file).resolve() != path:
             others[path.stem] = sys.modules.pop(path.stem)
+    folder = str(folder)
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
@@ -6006,8 +5938,6 @@ def from_file(setting, spec, kind):
     try:
         module = import_file(path)
     except BaseException as error:  # sys.exit in a file must not end the run in silence
-        if is_interrupt(error):
-            raise
         fault = file_fault(f"{setting}={spec!r}: {path}", error)
         sys.stderr.write(fault.traceback)
         raise fault from None
@@ -6130,7 +6060,7 @@ def background_loop():
 
     def run():
         while True:
-            with contextlib.suppress(BaseException):  # sys.exit in a task stops the loop
+            with contextlib.suppress(BaseException):  # sys.exit in a task stops the loop; go on
                 loop.run_forever()
 
     threading.Thread(target=run, daemon=True).start()
@@ -6143,19 +6073,13 @@ def awaited(value):
         return value
 
     async def outcome():
-        try:
-            return await value, None
-        except BaseException as error:  # else sys.exit would stop the loop
-            return None, error
+        return await value
 
     future = asyncio.run_coroutine_threadsafe(outcome(), background_loop())
     try:
-        result, error = future.result()
+        return future.result()
     finally:
         future.cancel()  # after a time-out
-    if error is not None:
-        raise error
-    return result
 
 
 @contextlib.contextmanager
@@ -6170,8 +6094,6 @@ def reward_call(function, count, log, seconds):
     except RewardFault:
         raise
     except BaseException as error:  # sys.exit in a function must not end the run in silence
-        if is_interrupt(error):
-            raise
         raise file_fault(what, error) from None
     passed = time.perf_counter() - begin
     if passed > seconds:
@@ -6207,22 +6129,22 @@ def call_reward_functions(functions, rows, texts, log, seconds):
     completions; of a prompt in messages a function gets a list with a message, as in TRL. Async
     functions are awaited together. seconds: see reward_call. Raises RewardFault.
     """
-    values = {}
-    pending = []  # calls of async functions
+    values = {function.name: None for function in functions}
+    pending = []  # async functions
 
     async def finish(function, returned):
         with reward_call(function, len(texts), log, seconds):
             values[function.name] = reward_values(function.name, await returned, len(texts))
 
     async def finish_all():
-        await asyncio.gather(*itertools.starmap(finish, pending))
+        await asyncio.gather(*pending)
 
     for function in functions:
         with reward_call(function, len(texts), log, seconds):
             columns = reward_columns(rows, texts)  # each function has lists of its own
             returned = function.call(**taken_columns(function, columns))
             if inspect.isawaitable(returned):
-                pending.append((function, returned))
+                pending.append(finish(function, returned))
             else:
                 values[function.name] = reward_values(function.name, returned, len(texts))
     if pending:
@@ -6234,7 +6156,7 @@ def call_reward_functions(functions, rows, texts, log, seconds):
                     f"reward {name}: must be finite and below 1e15, or None, not {value} for the "
                     f"prompt {reprlib.repr(row['prompt'])}, completion {text!r:.80}"
                 )
-    return {function.name: values[function.name] for function in functions}
+    return values
 
 
 def weigh(functions, answers):
@@ -6260,6 +6182,7 @@ def is_right(answer, functions):
 
 # === shared: problems ===
 CHOICE_PROBLEMS = 256  # that choose between raw and averaged weights, at most
+LETTERS = 512  # of a token, at most; texts that must have more tokens than fit are not tokenized
 
 
 def read_problems(name, text, reward, check, log):
@@ -6300,15 +6223,11 @@ def room_check(settings, tokenizer, context):
         raise UserError(
             f"MAX_NEW_TOKENS={settings.max_new_tokens}: must be below the model's context, {context}"
         )
-    longest = max(map(len, tokenizer.pieces))
 
     def check(problem, notes):
         turns = query_turns(problem)
-        size = sum(len(text) for _, text, *_ in turns)
-        is_long = size > room * longest  # a text of many megabytes is not tokenized
-        if not is_long:
-            is_long = len(asked_ids(tokenizer, fitted_turns(tokenizer, turns, notes))) > room
-        if is_long:
+        is_long = sum(len(text) for _, text, *_ in turns) > LETTERS * room
+        if is_long or len(asked_ids(tokenizer, fitted_turns(tokenizer, turns, notes))) > room:
             raise RowError(
                 f"a prompt of more than {room} tokens, with MAX_NEW_TOKENS="
                 f"{settings.max_new_tokens} and the model's context of {context}"
@@ -6488,9 +6407,8 @@ def start_settings(given):
     values = stored_settings(given)
     if values or not given.get("INIT_FROM"):
         return values
-    start = find_start(given["INIT_FROM"])
     defaults = imported_defaults(given.get("LORA_RANK", 0) != 0)
-    return imported_values(start.config, start.tokenizer.name, defaults)
+    return imported_values(find_start(given["INIT_FROM"]), defaults)
 
 
 class Notes(list):
@@ -6502,13 +6420,6 @@ class Notes(list):
     def write(self, error):
         """Print the notes, because `error` ends the script."""
         write_stream(sys.stdout, "".join(f"{note}\n" for note in self))
-
-
-def start_note(settings, network, tokenizer, source):
-    """Return the lines of the log on INIT_FROM; see describe_start."""
-    defaults = imported_defaults(settings.lora_rank)
-    values = imported_values(network.config, tokenizer.file, defaults)
-    return describe_start(settings, source, values)
 
 
 def load_start(settings):
@@ -6571,8 +6482,8 @@ def trained_parameters(network, settings):
 
     Raises UserError for a network without the adapters that LORA_RANK asks for.
     """
-    names = [name for name, _ in network.named_parameters()]
-    if settings.lora_rank and not any(name.endswith(".lora_a") for name in names):
+    has_adapters = any(name.endswith(".lora_a") for name, _ in network.named_parameters())
+    if settings.lora_rank and not has_adapters:
         raise UserError(
             f"LORA_RANK={settings.lora_rank}: the network has no adapters; call "
             "adapt(network, settings, device) before the trainer is made"
@@ -6675,13 +6586,8 @@ def record_rows(run, phase, step, rows, lines):
     if run.runtime.rank or not rows:
         return
     rows = [{"step": step, "phase": phase, **row} for row in rows]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    path = run.folder / "samples.jsonl"
-    try:
-        with open(path, "ab") as file:
-            file.write(text.encode(errors="backslashreplace"))
-    except OSError as error:  # as for log.txt
-        sys.stderr.write(f"{path.name}: {error}\n")
+    lines_of_rows = [json.dumps(row, ensure_ascii=False) for row in rows]
+    LineFile(run.folder / "samples.jsonl").write("\n".join(lines_of_rows))
     # Markdown takes lines that begin with four spaces as they are.
     shown = "\n".join(f"    {line}" for line in lines)
     if run.settings.tracker == "wandb":
@@ -6691,13 +6597,6 @@ def record_rows(run, phase, step, rows, lines):
         for row in rows:  # rewards by function are a dict
             shown.add_data(*(str(x) if isinstance(x, dict) else x for x in row.values()))
     run.log.track({f"samples/{phase}": shown}, step)
-
-
-def resume_samples(run):
-    """Leave out of samples.jsonl what was recorded after the checkpoint: it is made again."""
-    path = run.folder / "samples.jsonl"
-    if run.runtime.rank == 0 and path.exists():
-        remove_repeated(path, run.step, lambda row: row["phase"] == "held_out")
 
 
 # === end: recorded ===
@@ -6795,16 +6694,18 @@ class Samples:
 
 
 def dead_start(run, rollout, reason):
-    """Log three answers of a run whose first steps teach nothing; return the error to raise."""
-    settings = run.settings
-    groups = rollout.groups
-    answers = [group[0] for group in groups[:3]] if len(groups) > 2 else groups[0][:3]
+    """Log three answers of a run whose first steps teach nothing; return the error to raise.
+
+    They are to three prompts, if a step has so many.
+    """
+    firsts = zip(*rollout.groups, strict=True)  # the first answer to each prompt, then the second
+    answers = [*itertools.chain(*firsts)][:3]
     for answer in answers:
         run.log(f"sample: {shown_prompt(answer)}")
         run.log(f"sample:   {shown_answer(answer)}")
     texts = "; ".join(shown_answer(answer, 60) for answer in answers)
     return UserError(
-        f"INIT_FROM={settings.init_from!r}: {reason}, so nothing can be learned; must be another "
+        f"INIT_FROM={run.settings.init_from!r}: {reason}, so nothing can be learned; must be another "
         "start, or problems or rewards that some answers get and others do not. Rewards and texts "
         f"of three answers: {texts}"
     )
@@ -6919,6 +6820,21 @@ def groups_of(answers, size):
     return [answers[start : start + size] for start in range(0, len(answers), size)]
 
 
+def token_row(answer):
+    """Return what a batch has of an Answer by name, see make_batches: a number for each token that
+    another one follows, of `advantages` maybe one for all.
+    """
+    before = len(answer.prompt) - 1  # tokens that another one of the prompt follows
+    pairs = zip(answer.ids, answer.logps, strict=True)
+    drawn = [-1 if logp is None else token for token, logp in pairs]
+    return {
+        "ids": [*answer.prompt, *answer.ids[:-1]],
+        "targets": [*[-1] * before, *drawn],
+        "sampled": [*[0.0] * before, *(logp or 0.0 for logp in answer.logps)],
+        "advantages": answer.advantages(),
+    }
+
+
 def make_batches(answers, device, tokens):
     """Return Answers as padded batches, a row for each.
 
@@ -6933,33 +6849,16 @@ def make_batches(answers, device, tokens):
     while answers:
         longest = answers[-1]
         count = max(1, tokens // (len(longest.prompt) + len(longest.ids) - 1))
-        ids = []
-        targets = []
-        sampled = []
-        advantages = []
-        for answer in answers[-count:]:
-            before = len(answer.prompt) - 1  # positions that predict a token of the prompt
-            ids.append(torch.tensor([*answer.prompt, *answer.ids[:-1]]))
-            pairs = zip(answer.ids, answer.logps, strict=True)
-            drawn = [-1 if logp is None else token for token, logp in pairs]
-            targets.append(torch.tensor([*[-1] * before, *drawn]))
-            logps = [logp or 0.0 for logp in answer.logps]
-            sampled.append(torch.tensor([*[0.0] * before, *logps]))
-            advantages.append(torch.tensor(answer.advantages()))
-        ids = pad_sequence(ids, batch_first=True).to(device)
-        targets = pad_sequence(targets, batch_first=True, padding_value=-1).to(device)
-        batches.append(
-            SimpleNamespace(
-                ids=ids,
-                doc=torch.zeros_like(ids),
-                targets=targets,
-                mask=targets >= 0,
-                sampled=pad_sequence(sampled, batch_first=True).to(device),
-                advantages=pad_sequence(advantages, batch_first=True).to(device),
-                reference=None,
-            )
-        )
+        rows = [token_row(answer) for answer in answers[-count:]]
         del answers[-count:]
+        padded = {}
+        for name in rows[0]:
+            values = [torch.tensor(row[name]) for row in rows]
+            padding = -1 if name == "targets" else 0
+            padded[name] = pad_sequence(values, True, padding).to(device)
+        doc = torch.zeros_like(padded["ids"])
+        mask = padded["targets"] >= 0
+        batches.append(SimpleNamespace(**padded, doc=doc, mask=mask, reference=None))
     return batches
 
 
@@ -7007,22 +6906,17 @@ def named_functions(functions, weights=None):
 def by_name(function):
     """Return a reward function that is called with names of arguments, as TRL does it.
 
-    One that names neither prompts nor completions, and has no **, gets these by position.
+    One that takes neither prompts nor completions by name gets these by position.
     """
-    if not callable(function):
-        return function
-    with contextlib.suppress(TypeError, ValueError):  # a few functions in C have no signature
-        arguments = inspect.signature(function).parameters.values()
-        names = {argument.name for argument in arguments}
-        if names & {"prompts", "completions"} or any(
-            argument.kind is argument.VAR_KEYWORD for argument in arguments
-        ):
+    for name in ("prompts", "completions"):
+        # It does not take the name, or is written in C and has no signature.
+        with contextlib.suppress(TypeError, ValueError):
+            inspect.signature(function).bind_partial(**{name: ()})
             return function
 
     def call(prompts, completions):
         return function(prompts, completions)
 
-    call.__name__ = getattr(function, "__name__", type(function).__name__)
     return call
 
 
@@ -7091,14 +6985,14 @@ def answer_metrics(answers, rewards, seconds, runtime):
 def reward_means(answers, runtime):
     """Return for the log the means of the rewards by name over all ranks' answers to which they
     apply; a name that applies to none is left out."""
-    names = answers[0].rewards
-    sums = []
-    for name in names:
+    metrics = {}
+    for name in answers[0].rewards:
         values = [one.rewards[name] for one in answers if one.rewards[name] is not None]
-        sums.append([sum(values), len(values)])
-    sums = runtime.sum(torch.tensor(sums, dtype=torch.float64, device=runtime.device))
-    pairs = zip(names, sums.tolist(), strict=True)
-    return {f"rewards/{name}": total / count for name, (total, count) in pairs if count}
+        sums = torch.tensor([sum(values), len(values)], dtype=torch.float64, device=runtime.device)
+        total, count = runtime.sum(sums).tolist()
+        if count:
+            metrics[f"rewards/{name}"] = total / count
+    return metrics
 
 
 def update_metrics(updates, seconds):
@@ -7171,7 +7065,7 @@ class PolicyTrainer:
         self.optimizers = make_optimizers(self.trained, settings, self.runtime)
         self.optimizer_state = OptimizerState(self.optimizers, self.trained)
         self.micro_tokens = settings.micro_batch_tokens or fitting_tokens(model)
-        self.table = quant_table(settings)
+        self.table = quant_table(settings.matrix_bits)
         self.stop = stop_ids(tokenizer)
         self.compiled = settings.compile  # whether steps of sampling are
         self.steps = 0  # of train_step and train so far
@@ -7230,6 +7124,21 @@ class PolicyTrainer:
             self.log(f"reward: {count:.0f} answers got None from each function; they count 0")
         return torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
 
+    def step_weights(self, sums, multiplier, skip_zero=False):
+        """Take an optimizer step by the gradients of all ranks, at `multiplier` times the learning rates.
+
+        sums: what this rank has added up for the log, by name, 0-d each; the loss is the first. Return
+        their sums over all ranks, and the norm of the gradients before clipping. skip_zero: whether
+        nothing moves where nothing has a gradient; else momentum alone may move the weights.
+        """
+        totals = torch.stack([*sums.values()])
+        grads = [param.grad for param in self.trained.values()]
+        norm, totals = reduce_gradients(grads, self.runtime, self.settings.grad_clip_norm, totals)
+        finite = torch.isfinite(norm + totals[0])  # the gradient and the loss
+        if not skip_zero or norm != 0:
+            step_optimizers(self.optimizers, multiplier, finite)
+        return {"grad_norm": norm, **dict(zip(sums, totals, strict=True))}
+
     def train_step(self, queries, reward_function=None):
         """Return the metrics of a rollout of `queries`, see train_dataset, and of its updates.
 
@@ -7237,9 +7146,9 @@ class PolicyTrainer:
         list, to whose functions reward_weights apply.
         """
         if reward_function:
-            is_one = callable(reward_function)
-            functions = [reward_function] if is_one else reward_function
-            self.reward_funcs = named_functions([*map(by_name, functions)], self.reward_weights)
+            self.reward_funcs = named_functions(reward_function, self.reward_weights)
+            for function in self.reward_funcs:
+                function.call = by_name(function.call)
         check_queries("train_step", queries)
         if not queries or len(queries) % self.unit:
             raise UserError(
@@ -7276,11 +7185,7 @@ class PolicyTrainer:
 # === shared: exam ===
 EVAL_SAMPLES = 8  # of each held-out problem
 EVAL_STEP = 1 << 31  # the step in the seeds of scored samples, which no training step reaches
-
-
-def is_mark(name):
-    """Return whether a score is a share of right answers."""
-    return name.startswith(("greedy", "pass"))
+KEPT_PROMPTS = 32  # held-out problems of a rank whose answers are kept after a scoring
 
 
 class Exam(Stateful):
@@ -7289,59 +7194,53 @@ class Exam(Stateful):
     functions: RewardFunctions, see with_mark and is_right.
     """
 
-    STATE = ("before", "marked_by")
+    STATE = ("before",)
 
     def __init__(self, problems, functions):
         self.problems = problems
         self.functions = functions
         self.before = {}  # as of scores()
-        self.marked_by = self.mark()
-        self.answers = []  # of this rank's first problems at the last scoring, by problem
+        self.answers = []  # of this rank at the last scoring, by problem: the greedy one, then samples
 
     def graded(self, trainer, problems, count, temperature, qat):
-        """Return this rank's share of `count` Answers to each problem, with their rewards."""
+        """Answer each problem `count` times; return this rank's share of the Answers, and of all ranks'
+        whether they are right (n, count), float64, and a table (n, count) of each reward, NaN where it
+        does not apply.
+        """
         runtime = trainer.runtime
         share = slice(runtime.rank, None, runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
         answers = trainer.sample(problems[share], count, temperature, seeds[share], qat)
         trainer.score(answers, self.functions)
-        groups = groups_of(answers, count)[:RECORDED_PROMPTS]
-        pairs = itertools.zip_longest(self.answers, groups, fillvalue=[])
-        self.answers = [[*before, *group] for before, group in pairs]
-        return answers
+        rows = [[is_right(answer, self.functions) for answer in answers]]
+        for function in self.functions:
+            rows.append([answer.rewards[function.name] for answer in answers])
+        table = torch.tensor(np.array(rows, dtype=float))  # None becomes NaN
+        right, *values = self.gather(trainer, table, (len(problems), count))
+        return answers, right, values
 
-    def gather(self, trainer, values, count):
-        """Return values (..., answers) of the ranks' shares as (..., problems, count), float64."""
+    def gather(self, trainer, values, shape):
+        """Return values (..., answers) of the ranks' shares as (..., *shape), float64. shape: the number
+        of problems, and of answers to each.
+        """
         runtime = trainer.runtime
-        total = runtime.sum(torch.tensor(values.size(-1), device=runtime.device)).item()
-        shape = *values.shape[:-1], total // count, count
+        shape = *values.shape[:-1], *shape
         table = torch.zeros(shape, dtype=torch.float64, device=runtime.device)
         share = table[..., runtime.rank :: runtime.world_size, :]
         share.copy_(values.view(share.shape))
         return runtime.sum(table)
 
-    def marks(self, trainer, answers, count):
-        """Return whether `count` answers to each problem are right, (n, count), float64, and the
-        values of each reward (rewards, n, count), NaN where it does not apply.
-        """
-        table = torch.zeros(1 + len(self.functions), len(answers), dtype=torch.float64)
-        for place, answer in enumerate(answers):
-            table[0, place] = is_right(answer, self.functions)
-            for row, function in enumerate(self.functions, 1):
-                value = answer.rewards[function.name]
-                table[row, place] = math.nan if value is None else value
-        table = self.gather(trainer, table, count)
-        return table[0], table[1:]
-
     def scores(self, trainer, qat=False):
         """Return scores by problem, (n,) each: greedy, mean and best of EVAL_SAMPLES samples, and the
         mean of each reward of these, NaN where it applies to none.
         """
-        self.answers = []
         temperature = trainer.settings.temperature
-        greedy, _ = self.marks(trainer, self.graded(trainer, self.problems, 1, 0.0, qat), 1)
-        answers = self.graded(trainer, self.problems, EVAL_SAMPLES, temperature, qat)
-        sampled, values = self.marks(trainer, answers, EVAL_SAMPLES)
+        likeliest, greedy, _ = self.graded(trainer, self.problems, 1, 0.0, qat)
+        answers, sampled, values = self.graded(
+            trainer, self.problems, EVAL_SAMPLES, temperature, qat
+        )
+        groups = zip(likeliest, groups_of(answers, EVAL_SAMPLES), strict=True)
+        self.answers = [[one, *samples] for one, samples in groups][:KEPT_PROMPTS]
         scores = {
             "greedy": greedy[:, 0],
             "pass1": sampled.mean(1),
@@ -7351,29 +7250,17 @@ class Exam(Stateful):
             scores[f"rewards/{function.name}"] = value.nanmean(1)
         return scores | self.more_scores(trainer, answers)
 
-    def load_state_dict(self, saved):
-        """Replace the state by a saved one. Checkpoints before 2026-11-28 have no `marked_by`."""
-        super().load_state_dict({"marked_by": self.mark(), **saved})
-
-    def mark(self):
-        """Return the name of the function that decides what is right; of an environment ""."""
-        return self.functions[0].name if self.functions else ""
-
     def more_scores(self, trainer, answers):
         """Return scores of the sampled answers that a subclass has beside those of the rewards."""
         return {}
 
     def gain(self, after):
-        """Return gains with 95% intervals, paired by problem.
+        """Return gains with 95% intervals, paired by problem, of the scores that the start has, too.
 
-        A run that was resumed may have other rewards, or be marked by another one, than at its start.
+        A run that was resumed may have other rewards than at its start.
         """
-        gains = {}
-        for name, values in after.items():
-            is_same_mark = self.mark() == self.marked_by or not is_mark(name)
-            if name in self.before and is_same_mark:
-                gains[name] = values - self.before[name]
-        return known_intervals(gains)
+        names = [name for name in after if name in self.before]
+        return known_intervals({name: after[name] - self.before[name] for name in names})
 
 
 def known_intervals(scores):
@@ -7390,7 +7277,7 @@ def score_intervals(scores):
     """Return the mean of each score (n,) with its 95% interval; of shares it ends at 0 and 1."""
     intervals = known_intervals(scores)
     for name in intervals:
-        if is_mark(name):
+        if name.startswith(("greedy", "pass")):
             intervals[name] = np.clip(intervals[name], 0, 1).tolist()
     return {"n": len(scores["greedy"]), **intervals}
 
@@ -7429,13 +7316,14 @@ FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
 
 
-def run_identity(settings, network, tokenizer, held_out):
+def run_identity(settings, network, tokenizer, exam):
     """Return what must stay under RESUME.
 
-    Of the held-out problems it has the prompts: `gain` would compare other ones.
+    Of the held-out problems it has the prompts, and the function that marks the answers: `gain` would
+    compare other ones.
     """
     prompts = hashlib.sha256()
-    for problem in held_out:
+    for problem in exam.problems:
         if isinstance(problem, dict):
             problem = query_turns(problem)
         prompts.update(json.dumps(problem).encode())
@@ -7444,6 +7332,7 @@ def run_identity(settings, network, tokenizer, held_out):
         **asdict(network.config),
         "tokenizer_sha256": tokenizer.sha256,
         "held_out_sha256": prompts.hexdigest(),
+        "mark": exam.functions[0].name if exam.functions else "",
     }
 
 
@@ -7483,12 +7372,6 @@ def begin_run(run, trainer, exam, samples, checkpoint):
     )
     if checkpoint:
         run.load(checkpoint, ("ema", "swa", "reference"))
-        resume_samples(run)
-        if exam.mark() != exam.marked_by:
-            run.log(
-                f"note: {exam.marked_by} marked the first scores, and {exam.mark()} marks now, so that "
-                "greedy and pass have no gain"
-            )
         if settings.compile:  # outside the clock
             exam.scores(trainer)
     else:
@@ -7511,8 +7394,7 @@ def choose_policy(trainer, averages, exam, problems, log):
     qat = not trainer.settings.lora_rank
 
     def share_of_right(name):
-        answers = exam.graded(trainer, problems, 1, trainer.settings.temperature, qat)
-        right, _ = exam.marks(trainer, answers, 1)
+        _, right, _ = exam.graded(trainer, problems, 1, trainer.settings.temperature, qat)
         share = right.mean().item()
         log(f"weights: {name}, pass1 {share:.4f} on {len(problems)} problems")
         return share
@@ -7587,12 +7469,9 @@ def score_end(run, trainer, exam, samples):
     take_file(trainer, run.folder / "final")
     after = exam.scores(trainer)
     samples.scored("end", exam)
-    ranks = trainer.runtime.world_size
-    problems = exam.problems[: 32 * ranks][trainer.runtime.rank :: ranks]
-    seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
-    count = math.ceil(32 / max(1, len(problems)))  # a few answers would say little
-    temperature = trainer.settings.temperature
-    answers = trainer.sample(problems, count, temperature, seeds) if problems else []
+    # One sampled answer to each problem, or up to EVAL_SAMPLES to few problems.
+    count = math.ceil(KEPT_PROMPTS / max(1, len(exam.answers)))
+    answers = [*itertools.chain(*(group[1 : 1 + count] for group in exam.answers))]
     nats = nats_per_token(trainer, answers)
     take_file(trainer, run.folder / "model.upar")
     scores = {
@@ -7613,7 +7492,6 @@ def score_end(run, trainer, exam, samples):
 # === shared: environment ===
 STEP_SECONDS = 5.0  # that a method of an environment may take
 HUNG_CALLS = 10  # that take longer, less a tenth of the others: no more calls are made then
-LETTERS = 512  # of a token, at most; texts with more are not tokenized to be cut
 # Conversations with this seed and the next ones score the policy. All seeds are below 2**31: NumPy
 # takes no more than 32 bits, and a C int has a sign.
 HELD_OUT_SEED = 1 << 30
@@ -7657,7 +7535,7 @@ def call_within(seconds, function, *arguments):
 
     Code of a user may catch the error and go on: then it comes again until it is not caught, and what
     such code returns does not count. Outside the main thread, which alone gets signals, nothing is
-    interrupted.
+    interrupted. A timer of the program's own stands still meanwhile.
     """
     if threading.current_thread() is not threading.main_thread():
         return function(*arguments)
@@ -7671,17 +7549,14 @@ def call_within(seconds, function, *arguments):
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     begin = time.monotonic()
-    outer_timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    own_timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         returned = function(*arguments)
     finally:
         running.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-        seconds_left, interval = outer_timer  # of a program's own timer, 0 without one
-        if seconds_left:
-            seconds_left = max(1e-6, seconds_left - (time.monotonic() - begin))
-            signal.setitimer(signal.ITIMER_REAL, seconds_left, interval)
+        signal.setitimer(signal.ITIMER_REAL, *own_timer)
     if time.monotonic() - begin > seconds:
         raise TimeoutError(f"took more than {seconds} s")
     return returned
@@ -7721,29 +7596,26 @@ class Episode(Answer):
         self.turn_advantages = []  # of the answers, where each has its own
         self.environment = self.call(trainer.environment)
         self.first_text = "?"
-        self.prompt = self.call(self.reset, seed)
-        if self.fault:
-            self.prompt = asked_ids(self.tokenizer, [("<|user|>", "?")])
+        self.prompt = self.call(self.reset, seed) or asked_ids(self.tokenizer, [("<|user|>", "?")])
 
     def prompt_text(self):
         """Return the text of the prompt."""
         return self.first_text
 
     def call(self, function, *arguments):
-        """Return what a function of the environment returns; None if it has a fault."""
+        """Return what a function of the environment returns; None if it or an earlier one has a fault."""
         trainer = self.trainer
         if trainer.hung_calls > HUNG_CALLS:
             self.fault = self.fault or f"it took more than {STEP_SECONDS} s too often to be called"
+        if self.fault:
             return None
         try:
             returned = call_within(STEP_SECONDS, function, *arguments)
             trainer.hung_calls = max(0.0, trainer.hung_calls - 0.1)
             return returned
         except BaseException as error:  # whatever it raises, sys.exit too, the run goes on
-            if is_interrupt(error):
-                raise
+            self.fault = str(file_fault("it", error))
             trainer.hung_calls += isinstance(error, TimeoutError)
-            self.fault = self.fault or str(file_fault("it", error))
             return None
 
     def reset(self, seed):
@@ -7853,9 +7725,7 @@ def episode_rewards(trainer, episodes):
     An episode with a fault gets its group's mean: it counts as an answer without an advantage.
     """
     rewards = score_episodes(trainer, episodes, trainer.settings.discount)
-    for place, episode in enumerate(episodes):
-        if episode.fault:
-            rewards[place] = math.nan
+    rewards[[bool(episode.fault) for episode in episodes]] = math.nan
     groups = rewards.view(-1, trainer.settings.group_size)
     groups = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups)
     return groups.nan_to_num().flatten()
@@ -7980,9 +7850,8 @@ def token_weights(mask, total, settings, ranks):
     of this rank's part.
     """
     samples, tokens, rank_tokens = total
-    if settings.reduction == "sequence":
-        return mask / (samples * mask.sum(1, keepdim=True).clamp(min=1))
     divisors = {
+        "sequence": samples * mask.sum(1, keepdim=True).clamp(min=1),
         "dapo": tokens.clamp(min=1),
         "bnpo": max(1, rank_tokens) * ranks,
         "dr_grpo": samples * settings.max_new_tokens,
@@ -8066,8 +7935,6 @@ class GRPOTrainer(PolicyTrainer):
             else:
                 prompt = self.prompt_ids(query)
                 answers += [Answer(query=query, prompt=prompt) for _ in range(count)]
-        for answer in answers:
-            answer.temperature = temperature
         prompts = [answer.prompt for answer in answers[::count]]
         state = functools.partial(sampling_state, answers)
         with torch.no_grad(), self.weights(qat), parametrize.cached(), heartbeat(self.say, state):
@@ -8083,6 +7950,7 @@ class GRPOTrainer(PolicyTrainer):
                 compiled=self.compiled,
             )
         for answer in answers:
+            answer.temperature = temperature
             answer.text = completion(self.tokenizer, answer.prompt, answer.ids)
         return answers
 
@@ -8259,15 +8127,7 @@ class GRPOTrainer(PolicyTrainer):
                         sums["teacher_kl"] += (batch.old - batch.teacher).sum()
                     for name, part in for_log.items():
                         sums[name] += part.sum()
-            totals = torch.stack([*sums.values()])
-            grads = [param.grad for param in self.trained.values()]
-            clip = settings.grad_clip_norm
-            norm, totals = reduce_gradients(grads, runtime, clip, totals)
-            finite = torch.isfinite(norm + totals[0])  # the gradient and the loss
-            # Where nothing has a gradient, momentum alone would move the weights.
-            if norm != 0:
-                step_optimizers(self.optimizers, multiplier, finite)
-            updates.append({"grad_norm": norm, **dict(zip(sums, totals, strict=True))})
+            updates.append(self.step_weights(sums, multiplier, skip_zero=True))
         return update_metrics(updates, time.perf_counter() - begin)
 
 
@@ -8303,14 +8163,14 @@ def main():
     # run folder and log, policy, trainer, averages
     clock = Clock(settings, runtime, replayed_progress(settings))
     plan = Plan(settings)
-    identity = run_identity(settings, network, tokenizer, held_out)
+    identity = run_identity(settings, network, tokenizer, exam)
     run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
     handle_stop_signals(run.end_at_once)
     checkpoint = run.open()
     if tokenizer.file != "bytes":
         run.write_file(tokenizer.file, tokenizer.content)
     choose_kernels(settings.kernels, network, runtime, run.log)
-    run.log(start_note(settings, network, tokenizer, source))
+    run.log(describe_start(settings, imported_defaults(settings.lora_rank)))
     run.log("\n".join(map(str, reports)))
     run.log(
         f"policy: {source}\nproblems: {len(problems)} to train on, "

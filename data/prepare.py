@@ -76,11 +76,9 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
 
 
 def drop_stream(stream):
@@ -152,12 +150,12 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
+    facts: dict  # of ENCODINGS, or of the file of an imported model (see convert.py)
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
-    encode: Callable = None  # text -> ids; this and what follows are of add_encoder
+    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
     encode_marked: Callable = None
     roles: dict = None
-    facts: dict = None
 
     def __post_init__(self):
         self.sha256 = hashlib.sha256(self.content).hexdigest()
@@ -175,40 +173,43 @@ def read_tokenizer(path, facts):
     path = Path(path)
     if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
         pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces)
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
     try:
         content = path.read_bytes()
         if path.suffix == ".tiktoken":
             return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer("tokenizer.model", content, content)
-    except (OSError, LookupError, ValueError, RuntimeError) as error:
+        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of the data, or bytes"
+            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
+            "o200k_base), or bytes"
         ) from error
 
 
 def rank_tokenizer(file, content, facts):
     """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
 
-    The file of an imported model is JSON: such lines as `ranks`, or a SentencePiece model as
-    `sentencepiece`, and facts.
+    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
+    `ranks`, or a SentencePiece model is `sentencepiece`.
     """
     ranks = content
     if content.startswith(b"{"):
         facts = json.loads(content)
         if "sentencepiece" in facts:
             proto = base64.b64decode(facts["sentencepiece"])
-            return sentencepiece_tokenizer(file, content, proto)
+            return sentencepiece_tokenizer(file, content, proto, facts)
         ranks = facts["ranks"]
+    if not facts:
+        raise ValueError("another name than those of published encodings")
     pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
     for line in ranks.splitlines():
         piece, rank = line.split()
         pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces)
+    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
 
 
-def sentencepiece_tokenizer(file, content, proto):
+def sentencepiece_tokenizer(file, content, proto, facts):
     """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
     model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     if model.bos_id() < 0:
@@ -225,7 +226,7 @@ def sentencepiece_tokenizer(file, content, proto):
         pieces.append(piece)
         # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
         drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, drops_space, proto)
+    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
 
 
 # === end: tokenizer ===
@@ -276,45 +277,22 @@ class BytePairEncoder:
 
     def __init__(self, tokenizer, facts):
         """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
-        added = facts.get("added", {})
         ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
-        for text in added:  # some of them are shown as text, and no merge makes them
+        # Added tokens, of which some are shown as text: no merge makes them.
+        for text in facts.get("added", []):
             ranks.pop(text.encode(), None)
         # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
         # beyond the vocabulary, by which they are found.
-        lacking = [bytes([byte]) for byte in range(256) if bytes([byte]) not in ranks]
-        self.lacking = b"".join(lacking)
+        self.lacking = bytes([byte for byte in range(256) if bytes([byte]) not in ranks])
         self.vocab_size = tokenizer.vocab_size
-        ranks |= {byte: self.vocab_size + place for place, byte in enumerate(lacking)}
+        for byte in self.lacking:
+            ranks[bytes([byte])] = self.vocab_size + byte
         self.bpe = tiktoken.Encoding(
             tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
         )
         self.split = regex.compile(facts["split"])
-        self.form = "NFC" if facts.get("nfc") else ""
-        # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-        normalized = facts.get("normalized", [])
-        early = {text: i for text, i in added.items() if text not in normalized}
-        late = {self.normalize(text): added[text] for text in normalized}
-        self.marks = AddedTokens(early, facts)
-        self.late_marks = AddedTokens(late, facts)
-
-    def normalize(self, text):
-        """Return a text in the normal form in which accents are part of their letters (NFC)."""
-        return unicodedata.normalize(self.form, text) if self.form else text
 
     def encode(self, text):
-        """Return the ids of a text in which added tokens are plain text. Raises UserError."""
-        return self.encode_part(self.normalize(check_unicode(text)))
-
-    def encode_marked(self, text):
-        """Return the ids of a text in which added tokens are what they stand for."""
-        return self.marks.encode(check_unicode(text), self.encode_late)
-
-    def encode_late(self, text):
-        """Return the ids of a text in which no added tokens are but those found in its normal form."""
-        return self.late_marks.encode(self.normalize(text), self.encode_part)
-
-    def encode_part(self, text):
         """Return the ids of a text without added tokens."""
         if len(text) < 500_000 or not LONG_SPACE.search(text):
             ids = self.bpe.encode_ordinary(text)
@@ -329,6 +307,10 @@ class BytePairEncoder:
         return ids
 
 
+SPACES = re.compile(r"\s*")
+WORD_CHARACTER = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"
+
+
 class AddedTokens:
     """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
 
@@ -340,8 +322,6 @@ class AddedTokens:
         self.flags = facts.get("flags", {})
         longest_first = sorted(ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self.word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
-        self.spaces = re.compile(r"\s*")
 
     def encode(self, text, encode_part):
         """Return the ids of a text; encode_part: text without added tokens -> ids."""
@@ -351,7 +331,7 @@ class AddedTokens:
             flags = self.flags.get(match[0], [])
             start, stop = match.span()
             neighbours = text[start - 1 : start] + text[stop : stop + 1]
-            if "single_word" in flags and self.word.search(neighbours):
+            if "single_word" in flags and regex.search(WORD_CHARACTER, neighbours):
                 continue
             before = text[end:start]
             if "lstrip" in flags:
@@ -360,7 +340,7 @@ class AddedTokens:
             ids.append(self.ids[match[0]])
             end = stop
             if "rstrip" in flags:
-                end = self.spaces.match(text, stop).end()
+                end = SPACES.match(text, stop).end()
         return ids + encode_part(text[end:])
 
 
@@ -378,47 +358,68 @@ def check_unicode(text):
 
 def load_tokenizer(path):
     """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    path = Path(path)
-    if path.suffix == ".tiktoken" and path.stem not in ("imported", *ENCODINGS):
-        raise UserError(f"tokenizer {path}: must be of an imported model, or one of {[*ENCODINGS]}")
-    return add_encoder(read_tokenizer(path, ENCODINGS.get(path.stem, {})))
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
 
 
 def add_encoder(tokenizer):
     """Give a Tokenizer its attributes from `encode` on, and return it.
 
-    encode: from a text to ids without BOS, where special tokens are plain text. encode_marked: of an
-    imported model, the same, but its added tokens are what they stand for. Both raise UserError for
-    half a surrogate pair. roles: the ids of ROLE_TOKENS, {} if it has none. facts: those of
-    ENCODINGS, or of an imported model (see convert.py). Raises UserError.
+    roles: the ids of ROLE_TOKENS, {} if it has none. For the others see set_encoders. Raises
+    UserError.
     """
-    name = tokenizer.file.removesuffix(".tiktoken")
-    facts = ENCODINGS.get(name, {})
-    if facts and tokenizer.sha256 != facts["sha256"]:
-        raise UserError(f"tokenizer {name}: is not the published rank file")
-    if tokenizer.content.startswith(b"{"):  # of an imported model
-        facts = json.loads(tokenizer.content)
-    tokenizer.facts = facts
+    facts = tokenizer.facts
+    if facts.get("sha256", tokenizer.sha256) != tokenizer.sha256:
+        raise UserError(f"tokenizer {tokenizer.file}: is not the published rank file")
     tokenizer.roles = {}
-    if name == "bytes":
-        tokenizer.encode = lambda text: [4 + byte for byte in check_unicode(text).encode()]
+    if tokenizer.file == "bytes":
+        set_encoders(tokenizer, lambda text: [4 + byte for byte in text.encode()])
         tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
     elif "split" in facts:
-        encoder = BytePairEncoder(tokenizer, facts)
-        tokenizer.encode = encoder.encode
-        tokenizer.encode_marked = encoder.encode_marked
+        set_encoders(tokenizer, BytePairEncoder(tokenizer, facts).encode)
     else:
         model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
-        marks = AddedTokens(facts.get("added", {}), facts)
         tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
-        tokenizer.encode = lambda text: model.encode(check_unicode(text))
-        tokenizer.encode_marked = lambda text: marks.encode(text, tokenizer.encode)
+        set_encoders(tokenizer, model.encode)
         for role in ROLE_TOKENS:
             i = model.piece_to_id(role)
             # Only control tokens cannot be written in a text, so that no user can forge a role.
             if model.is_control(i):
                 tokenizer.roles[role] = i
     return tokenizer
+
+
+def set_encoders(tokenizer, encode_part):
+    """Give a Tokenizer `encode` and `encode_marked`, from a text to ids without BOS.
+
+    Special tokens in a text are plain text for `encode`. For `encode_marked` the added tokens of an
+    imported model are what they stand for. Both raise UserError for half a surrogate pair.
+    encode_part: a text in normal form and without added tokens -> ids.
+    """
+    facts = tokenizer.facts
+
+    def normalize(text):
+        """Return a text in the form in which accents are part of their letters, if it is asked for."""
+        return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
+
+    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    added = facts.get("added", {})
+    normalized = facts.get("normalized", [])
+    early = {text: i for text, i in added.items() if text not in normalized}
+    late = {normalize(text): added[text] for text in normalized}
+    early_tokens = AddedTokens(early, facts)
+    late_tokens = AddedTokens(late, facts)
+
+    def encode(text):
+        return encode_part(normalize(check_unicode(text)))
+
+    def encode_late(text):
+        return late_tokens.encode(normalize(text), encode_part)
+
+    def encode_marked(text):
+        return early_tokens.encode(check_unicode(text), encode_late)
+
+    tokenizer.encode = encode
+    tokenizer.encode_marked = encode_marked
 
 
 # === end: encoding ===
@@ -475,12 +476,12 @@ def load_manifest(data_path):
                 "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
             )
         for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
-            if Path(file["file"]).name != file["file"] or not file["file"].isprintable():
+            if "/" in file["file"] or not file["file"].isprintable():
                 raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(
-            f"{path}: {error}; DATA_PATH must be a folder that data/prepare.py TEXTS --out FOLDER "
-            "made, or one of shards, for which data/download.py --manifest writes it"
+            f"{path}: {error}; the folder of data (DATA_PATH) must be one that data/prepare.py TEXTS "
+            "--out FOLDER made, or one of shards, for which data/download.py --manifest writes it"
         ) from None
     return manifest
 
@@ -529,16 +530,17 @@ def check_dataset(data_path, manifest):
 
     Raises UserError unless the shards are the manifest's.
     """
-    where = Path(data_path) / "manifest.json"
     if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{where}: validation documents are also in training")
+        raise UserError(f"{data_path}/manifest.json: validation documents are also in training")
     streams = []
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
-        paths = [where.with_name(shard["file"]) for shard in shards]
+        paths = [Path(data_path, shard["file"]) for shard in shards]
         stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
         if len(stream) != manifest[split]["tokens"] or not shards:
-            raise UserError(f"{where}: has another number of tokens than the shards of {split}")
+            raise UserError(
+                f"{data_path}/manifest.json: has another number of tokens than the shards of {split}"
+            )
         if split == "val":  # training shards may be many gigabytes
             for path, shard in zip(paths, shards, strict=True):
                 if sha256_file(path) != shard["sha256"]:

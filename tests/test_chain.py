@@ -84,7 +84,7 @@ def test_each_link_reads_what_the_one_before_wrote(tmp_path):
     ppo = chain.train("ppo", "train_ppo.py", 7, **models, **rollout)
     assert ppo["init_from"] == str(chain.of("dpo") / "final")
     packed = tmp_path / "ppo4.upar"
-    chain.call("quantize.py", "pack", chain.of("ppo"), packed, MATRIX_BITS=4)
+    chain.call("quantize.py", "pack", chain.of("ppo"), packed, "--bits", 4)
     assert packed.stat().st_size < (chain.of("ppo") / "model.upar").stat().st_size
     assert chain.chat("ppo", "52713\n/reset\n9081\n").endswith("\n")  # at most a few words
 

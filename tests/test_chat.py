@@ -131,6 +131,7 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
     ('{"prompt": "u", "completion": "a", "label": ["a/b"]}', "uu|aa", "not used: label"),
     ('{"instruction": "u", "output": "a", "label": 0}', "uu|aa", "not used: label"),
     ('{"instruction": "u", "output": "a", "kto_tag": "True"}', "uu|aa", ""),
+    ('{"instruction": "u", "output": "a", "kto_tag": 1}', "uu|aa", ""),
     (
         '{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "u"}, '
         '{"role": "assistant", "content": "b"}], "label": true, "tools": "[]"}',
@@ -443,7 +444,8 @@ BAD_TURNS = {  # what the log calls it; lines of a file
         b'{"question": "x", "answer": "y", "label": false}',
     ],
     "kto_tag false: an answer that is not to be learned": [
-        b'{"instruction": "x", "output": "y", "kto_tag": false}'
+        b'{"instruction": "x", "output": "y", "kto_tag": false}',
+        b'{"instruction": "x", "output": "y", "kto_tag": 0}',
     ],
     "weight 0, or train or loss false": [b'{"prompt": "x", "completion": "y", "train": false}'],
     "no answer is to be learned": [
@@ -471,7 +473,7 @@ BAD_TURNS = {  # what the log calls it; lines of a file
         b'{"messages": [{"role": "user", "content": "u"}]}',
         b'{"conversations": []}',
     ],
-    "field 'messages' is no list of messages": [
+    "field 'messages' is no list of objects": [
         b'{"messages": "x"}',
         b'{"messages": [["user", "x"]]}',
     ],
@@ -714,8 +716,9 @@ def test_a_chat_with_tools_has_the_turns_of_a_row(talk, tmp_path):
     answers = [BYTES.encode(CALL_TEXT), BYTES.encode("b")]
     _, _, prompts = talk(["u", "/tool sunny"], answers, **given)
     assert [*prompts[1], *BYTES.encode("b"), BYTES.roles[END]] == ids
-    path.write_text("3")
-    refusal(S.UserError, "^TOOLS=.*: must be a JSON file", talk, ["u"], ["a"], tools=str(path))
+    for text in ("3", "[]", "null"):
+        path.write_text(text)
+        refusal(S.UserError, "^TOOLS=.*: must be a JSON file", talk, ["u"], ["a"], tools=str(path))
 
 
 def test_a_chat_keeps_its_history_until_it_is_reset(talk, monkeypatch):

@@ -78,7 +78,7 @@ def test_gradients_and_a_step_of_muon_in_bfloat16_are_near_those_in_float32():
         network.dtype = dtype or torch.bfloat16
         runtime = script.Runtime(0, 1, torch.device("cpu"), False)
         optimizers = script.make_optimizers(network, settings, runtime)
-        with script.quantized(network, script.quant_table(settings)):
+        with script.quantized(network, script.quant_table(settings.matrix_bits)):
             network(*batch()).mean().backward()
         norm, _ = script.reduce_gradients(
             [param.grad for param in network.parameters()], runtime, 0.3, torch.zeros(1)

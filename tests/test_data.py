@@ -466,6 +466,8 @@ def test_open_data_of_one_folder(tmp_path, hold_out):
     assert found.val.tokens.tolist() == tokens_of(part, "val")
     assert (found.manifests, found.yardsticks) == ([data.load_manifest(part)], figures)
     assert found.manifest_sha256 == data.sha256_file(part / "manifest.json")
+    change_manifest(part, data.load_manifest(part) | {"yardsticks": None})  # nobody measured them
+    assert opened(part).yardsticks == {}
     # 70 windows of four; ten tokens take three of them, and a twentieth are three.
     whole = np.reshape(tokens_of(part, "train"), (70, 4)).tolist()
     held_out = sorted(set(range(70)) - set(found.windows[0].tolist()))
@@ -547,7 +549,7 @@ def test_mutated_manifests_are_taken_or_refused_in_one_line(part):
             found = opened(part, ema=False, swa=False)
             assert found.val.tokens.tolist() == tokens_of(part, "val")
             assert 0 < found.val.bytes <= 36 and found.tokenizer.bos_id == 1
-            data.log_data(found, data.Settings(), str)
+            data.log_data(found, 0, str)
             taken += 1
         except data.UserError as error:
             assert "\n" not in str(error) and len(str(error)) < 500

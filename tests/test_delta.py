@@ -252,25 +252,25 @@ def bits_per_byte(place, data, tensors):
 
 
 @pytest.mark.parametrize(
-    ("command", "changes", "coding"),
+    ("command", "options", "coding"),
     [
-        ("bitdelta", dict(DELTA_GROUP=-1, DELTA_SCALE_BITS=16), (1, -1, 16)),
-        ("deltaquant", dict(DELTA_BITS=2, DELTA_STEP="group", DELTA_GROUP=32), (2, 32, 16)),
-        ("deltaquant", {}, (4, -1, 16)),
+        ("bitdelta", "--group -1 --scale-bits 16", (1, -1, 16)),
+        ("deltaquant", "--bits 2 --group 32", (2, 32, 16)),
+        ("deltaquant", "", (4, -1, 16)),
     ],
 )
 def test_what_the_commands_print_and_write(
-    call, place, tiny_data, tmp_path, command, changes, coding
+    call, place, tiny_data, tmp_path, command, options, coding
 ):
     """Sizes are of the file, errors by their definitions, bits per byte by evaluation.
 
     `apply` gives the tensors of memory, bit for bit, in a folder that `pack` reads.
     """
     base, tuned, out = weights(place / "base"), weights(place / "tuned"), tmp_path / "d"
-    words = [command, place / "base", place / "tuned", out, "--score"]
+    words = [command, place / "base", place / "tuned", out, "--score", *options.split()]
     if command == "bitdelta":
-        changes = changes | {"DISTILL_STEPS": 0}
-    code, output, error = call(*words, **changes)
+        words += ["--distill-steps", 0]
+    code, output, error = call(*words)
     assert code == 0, error
     found, tensors = Q.read_delta(out, base)
     own = found["settings"]
@@ -310,20 +310,21 @@ def test_distillation(call, place, tiny_data, tmp_path):
     """The scales bring the logits of the first batch nearer, by as much as is printed; signs and the rest stay."""
     base, tuned = weights(place / "base"), weights(place / "tuned")
     made = []
-    for name, changes in {
-        "plain": dict(DISTILL_STEPS=0),
-        "lost": dict(DISTILL_STEPS=9, DISTILL_LR=1e38),
-        "distilled": dict(DISTILL_STEPS=60, DISTILL_LR=0.01),
+    for name, options in {
+        "plain": "--distill-steps 0",
+        "lost": "--distill-steps 9 --distill-lr 1e38",
+        "distilled": "--distill-steps 60 --distill-lr 0.01",
     }.items():
         out = tmp_path / name
-        code, output, error = call("bitdelta", place / "base", place / "tuned", out, **changes)
+        words = ["bitdelta", place / "base", place / "tuned", out, *options.split()]
+        code, output, error = call(*words)
         assert code == 0, error
         made.append(Q.read_delta(out, base)[1])
     plain, _, distilled = made
     # Scales whose loss is a NaN are not taken.
     assert (tmp_path / "lost").read_bytes() == (tmp_path / "plain").read_bytes()
     train, _ = Q.check_dataset(tiny_data, Q.load_manifest(tiny_data))
-    ids = torch.cat(Q.training_batch(train, 32, Q.Settings().seed, 0))
+    ids = torch.cat(Q.training_batch(train, 32, 0))
     with torch.no_grad():
         right, *others = (network(place, tensors)(ids) for tensors in (tuned, plain, distilled))
     losses = [(other - right).square().mean().item() for other in others]
@@ -336,8 +337,9 @@ def test_distillation(call, place, tiny_data, tmp_path):
         assert torch.equal(one, two) != (T.tensor_class(name, w) == "matrix")
 
 
-BITDELTA = "bitdelta {base} {tuned} {new}"
-DELTAQUANT = "deltaquant {base} {tuned} {new}"
+BITDELTA = "bitdelta {base} {tuned} {new} --distill-steps 1 "
+PLAIN = "bitdelta {base} {tuned} {new} --distill-steps 0 "
+DELTAQUANT = "deltaquant {base} {tuned} {new} "
 MISTAKES = [
     ("apply {tuned} {delta} {new}", {}, "{delta}: of another base"),
     ("apply {base} {artifact} {new}", {}, "{artifact}: is no delta"),
@@ -346,18 +348,18 @@ MISTAKES = [
     ("apply {base} {missing} {new}", {}, "{missing}: no such file"),
     ("deltaquant {base} {nan} {new}", {}, "'mixers.1.w_o'"),
     ("deltaquant {base} {loud} {new}", {}, "'embed'"),
-    (DELTAQUANT, dict(DELTA_BITS=9), "DELTA_BITS=9"),
-    (BITDELTA, dict(DELTA_GROUP=-2), "DELTA_GROUP=-2"),
-    (BITDELTA, dict(DATA_PATH=""), "DATA_PATH=''"),
-    (BITDELTA, dict(DATA_PATH="nowhere"), "nowhere"),
-    (BITDELTA, dict(DATA_PATH="a:0.7,b:0.3"), "is a mixture"),
-    (BITDELTA, dict(DELTA_BITS=2), "DELTA_BITS=2"),
-    (BITDELTA, dict(DELTA_STEP="group"), "DELTA_STEP='group'"),
-    (BITDELTA, dict(DISTILL_STEPS=0, DISTILL_LR=0.2), "DISTILL_LR=0.2"),
-    (BITDELTA, dict(DISTILL_STEPS=0, DATA_PATH="x"), "DATA_PATH='x'"),
-    (DELTAQUANT, dict(DELTA_GROUP=32), "DELTA_GROUP=32"),
-    (DELTAQUANT, dict(DELTA_SCALE_BITS=16), "DELTA_SCALE_BITS='16'"),
-    (DELTAQUANT, dict(DISTILL_STEPS=1), "DISTILL_STEPS=1"),
+    (DELTAQUANT + "--bits 9", {}, "--bits: invalid choice: 9"),
+    (BITDELTA + "--group -2", {}, "--group: -2 must be -1 or more"),
+    (BITDELTA + "--distill-lr nan", {}, "--distill-lr: nan must be 0 or more"),
+    (BITDELTA + "--data nowhere", {}, "nowhere"),
+    (BITDELTA + "--data a:0.7,b:0.3", {}, "is a mixture"),
+    (BITDELTA + "--bits 2", {}, "--bits 2"),
+    (PLAIN + "--distill-lr 0.2", {}, "--distill-lr 0.2"),
+    (PLAIN + "--data x", {}, "--data 'x'"),
+    (DELTAQUANT + "--scale-bits 16", {}, "--scale-bits 16"),
+    (DELTAQUANT, dict(DELTA_BITS=2), "DELTA_BITS='2'"),
+    (BITDELTA, dict(DATA_PATH="x"), "DATA_PATH='x'"),
+    (BITDELTA, dict(DEVICE="gpu"), "DEVICE='gpu'"),
     ("bitdelta {base} {tuned} {delta}", {}, "exists already"),
 ]
 
@@ -367,8 +369,6 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
     files = "base tuned delta damaged missing nan loud"
     names = {name: place / name for name in files.split()}
     names |= {"artifact": place / "model.upar", "new": tmp_path / "new"}
-    if words == BITDELTA:
-        changes = {"DISTILL_STEPS": 1, **changes}
     code, _, error = call(*words.format(**names).split(), **changes)
     assert code == 2 and said.format(**names) in error, error
     assert not names["new"].exists()

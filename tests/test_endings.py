@@ -35,4 +35,4 @@ def test_a_closed_pipe_is_silent(words):
 def test_every_tool_ends_so():
     tools = [path.read_text(encoding="utf-8") for path in ROOT.glob("tools/*.py")]
     ends = [re.search(r'__name__ == "__main__":\n    (\w+)\(', text) for text in tools]
-    assert [end[1] for end in ends if end] == ["run_tool"] * 9
+    assert [end[1] for end in ends if end] == ["run_tool"] * 10

@@ -58,7 +58,7 @@ class Bench:
         )
 
     def coded(self, widen):
-        return T.quantize_all(self.net.state_dict(), T.quant_table(T.Settings(), widen))
+        return T.quantize_all(self.net.state_dict(), T.quant_table(T.Settings().matrix_bits, widen))
 
     def pack(self, widen):
         return T.pack_artifact(self.net.state_dict(), self.coded(widen), **self.header)

@@ -193,8 +193,8 @@ REFUSED = [
     ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model='t5': must be gpt2 or llama"),
     ({"tokenizer.ggml.pre": "tekken"}, "pre='tekken': must be one of gpt-2, smollm"),
     ({"tokenizer.ggml.add_eos_token": True}, "add_eos_token: must be false"),
-    ({"tokenizer.ggml.bos_token_id": 9999}, "its tokenizer is not understood: IndexError"),
-    ({"tokenizer.ggml.merges": ["a b"]}, "tokenizer.json: is not understood: KeyError: 'ab'"),
+    ({"tokenizer.ggml.bos_token_id": 9999}, "its tokenizer cannot be used: IndexError"),
+    ({"tokenizer.ggml.merges": ["a b"]}, "its tokenizer cannot be used: KeyError('ab')"),
 ]
 
 
@@ -215,7 +215,6 @@ def test_files_that_are_refused(imported, convert, monkeypatch, tmp_path):
     convert("export", run, path)
     for changes, fault in REFUSED:
         monkeypatch.setattr(C.GgufReader, "header", header_with(changes))
-        C.open_gguf.cache_clear()
         error = convert("import", path, tmp_path / "new")
         assert error.startswith(f"error: {path}: ") and fault in error, error
     monkeypatch.undo()
@@ -226,7 +225,6 @@ def test_files_that_are_refused(imported, convert, monkeypatch, tmp_path):
         damaged = bytearray(content[: random.randrange(len(content))] if number % 2 else content)
         damaged[random.randrange(len(damaged) // 8)] = random.randrange(256)
         path.write_bytes(damaged)
-        C.open_gguf.cache_clear()
         refused += convert("import", path, tmp_path / f"new{number}") != ""
     assert 30 <= refused < 60
     assert "no such file" in convert("import", tmp_path / "no.gguf", tmp_path / "new")

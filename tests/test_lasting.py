@@ -239,7 +239,7 @@ def test_a_checkpoint_that_is_none_is_one_line(tmp_path):
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
     parts = {"network": torch.nn.Linear(2, 2), "ema": torch.nn.Linear(2, 2)}
     T.load_parts(parts, tmp_path, ["ema"], "cpu")
-    refusal(T.UserError, "RESUME: .*'ema'", T.load_parts, parts, tmp_path, [], "cpu")
+    refusal(T.UserError, "RESUME: .*'ema'.* this version", T.load_parts, parts, tmp_path, [], "cpu")
     for content in (b"", b"PK\3\4", b"\x80\2}.", b"null"):
         (tmp_path / "model.pt").write_bytes(content)
         refusal(T.UserError, "RESUME: ", T.load_parts, parts, tmp_path, ["ema"], "cpu")
@@ -264,10 +264,11 @@ def test_what_a_run_leaves(place, straight):
 def test_what_a_resumed_run_writes_again_is_removed(tmp_path):
     """Steps after the checkpoint, its scores but not those of the start, and a line that was cut."""
     path = tmp_path / "metrics.jsonl"
-    rows = ['{"step": 0, "score": 3}\n', '{"step": 1, "loss": 2}\n', '{"step": 1, "score": 2}\n']
+    rows = ['{"step": 0, "score": 3}\n', '{"step": 1, "train_time": 2}\n']
+    rows.append('{"step": 1, "score": 2}\n')
     for step, count in ((0, 1), (1, 2), (2, 3)):
         path.write_text("".join([*rows, '{"step": 3}\n', '{"step": 2, "tr']))
-        T.remove_repeated(path, step, lambda row: "score" in row)
+        T.remove_repeated(tmp_path, step)
         assert path.read_text() == "".join(rows[:count])
 
 
@@ -279,11 +280,10 @@ class NarrowFile(io.BytesIO):
 
 
 def test_a_log_has_the_source_the_first_five_steps_and_the_last(tmp_path):
-    """Unless LOG_SECONDS are over; metrics.jsonl has every step. A resumed run opens it again."""
+    """Unless LOG_SECONDS are over; metrics.jsonl has every step. A resumed run has the source, too."""
     log = T.Log(9)
     for _ in range(2):
-        T.write_source(tmp_path / "log.txt", Path(T.__file__).read_bytes())
-        log.open(tmp_path, None)
+        log.open(tmp_path, Path(T.__file__).read_bytes(), None)
     for step in range(1, 10):
         log.metrics(step, {"train_loss": step}, 1.0)
     log.file.file = NarrowFile()
@@ -320,16 +320,19 @@ def test_a_text_learned_by_heart_is_an_event():
 
 def test_a_score_that_is_not_finite_is_a_fault():
     """Of a mean with an interval the mean counts: one row has no interval."""
+    plan = SimpleNamespace(planned={}, phases={})
+    run = SimpleNamespace(plan=plan, settings=T.Settings(artifact_bytes_max=0))
     nan = math.nan
     good = {"val_loss": 1.0, "before": {"loss": [2.0, nan, nan], "n": 1}, "after": {"loss": 3.0}}
-    assert T.bad_scores(good) == []
+    assert T.result_errors(run, good) == []
     bad = {"val_bpb": nan, "after": {"loss": [math.inf, 0.0, 1.0], "greedy": 0.5}}
     bad |= {"val_bpb_ttt": math.inf, "val_bpb_sliding": 1.0}
-    assert T.bad_scores(bad) == ["val_bpb", "val_bpb_ttt", "after loss"]
+    names = ["val_bpb", "val_bpb_ttt", "after loss"]
+    assert T.result_errors(run, bad) == [f"the score {name} is not finite" for name in names]
 
 
 def test_a_number_that_is_not_finite_is_null_in_json():
-    """In the file; the result keeps it, for bad_scores."""
+    """In the file; the result keeps it, for result_errors."""
     written = {}
     run = SimpleNamespace(events=[{"nats": math.nan}], settings=T.Settings())
     run.write_file = written.__setitem__
@@ -424,7 +427,8 @@ def test_a_signal_ends_the_step_saves_and_leaves(place, straight):
     assert newest(folder) == (folder / "step_000015", [])
     log = place.log("signal")
     assert log.count("stopped by") == 1
-    assert log.endswith(f"stopped by SIGINT after step 15; RESUME={folder} continues it\n")
+    said = f"stopped by SIGINT after step 15: RESUME={folder} continues from step_000015\n"
+    assert log.endswith(said)
     assert not (folder / "result.json").exists()
     place.resume("signal")
     resumed = {"event": "resume", "step": 15, "ranks": 1, "changed": {}}
@@ -467,7 +471,7 @@ def test_a_terminal_that_is_closed_saves_and_nohup_goes_on(place):
 
 @pytest.mark.parametrize(("step", "count", "kept"), [(8, 5, [8, 9]), (16, 9, [12, 16])])
 def test_a_signal_during_a_save_lets_it_end(place, straight, step, count, kept):
-    """The last save, too, and then the run ends before it packs. Each save opens and renames a file."""
+    """The last save, too, and then the run ends before it packs. Each save opens a file and renames it."""
     out = f"in save {step}"
     place.run(out, f"at_file('unfinished/model.pt', {count}, send, 'SIGTERM')", 143)
     folder = place.of(out)
@@ -480,9 +484,11 @@ def test_a_signal_during_a_save_lets_it_end(place, straight, step, count, kept):
 
 
 def test_a_signal_whose_save_fails_says_so(place):
-    """The disk is full when step 6 ends; RESUME would begin at the checkpoint of step 4."""
+    """The disk is full when step 6 ends; RESUME begins at the checkpoint of step 4."""
     child = place.run("unsaved", "at_step(T, 5, limit, 20000)\n" + stop_at(5), 143)
-    assert re.search(r"after step 6; RESUME=.* from step 4\b.*failed\n$", child.out)
+    assert re.search(
+        r"save_failed step:6 .*\n.*after step 6: RESUME=.* from step_000004\n$", child.out
+    )
     assert steps_kept(place.of("unsaved"))[-1] == 4
 
 
@@ -500,12 +506,12 @@ def test_a_signal_in_set_up_or_in_the_final_evaluation_ends_at_once(place, strai
     """A line says what the folder has, and what RESUME of it does."""
     code = 128 + getattr(signal, name)
     set_up = f"set-up {name}"
-    child = place.run(set_up, f"at_file('metrics.jsonl', 1, send, '{name}', 600)", code)
+    child = place.run(set_up, f"at_file('log.txt', 2, send, '{name}', 600)", code)
     folder = place.of(set_up)
     said = f"stopped by {name}: nothing was saved; {folder} may be deleted\n"
     assert child.err == said and steps_kept(folder) == []
     line = place.refused(set_up, **place.resumed)
-    assert f"; {folder} has none: " in line and "damaged" not in line
+    assert f"; {folder} ended before its first checkpoint" in line and "damaged" not in line
     packing = f"packing {name}"
     child = place.run(packing, f"at_file('model.upar$', 1, send, '{name}', 600)", code)
     said = f"stopped by {name}: RESUME={place.of(packing)} continues from step_000016\n"
@@ -518,12 +524,6 @@ def test_a_signal_in_set_up_or_in_the_final_evaluation_ends_at_once(place, strai
     assert_same(place, packing, straight)
     before = place.result(packing)["before_quantization"]["val_loss"]
     assert f"\n{(losses_of(place, straight)[-1], before)}\n" in place.log(packing)
-
-
-def test_older_checkpoints_have_no_last_loss():
-    run = T.Run.__new__(T.Run)
-    run.load_state_dict({"step": 3, "skipped_steps": 0, "skipped_in_a_row": 0, "events": []})
-    assert run.step == 3 and math.isnan(run.loss)
 
 
 # ------------------------------------------------------------------------------------- RESUME rules
@@ -586,7 +586,7 @@ def test_a_result_is_of_the_script_that_ran(place, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(T, "__file__", str(script))
         run = T.Run(
-            T.Settings(**settings), T.Runtime(0, 1, torch.device("cpu"), False), None, None, {}
+            T.Settings(**settings), T.Runtime(0, 1, torch.device("cpu"), False), None, None, {}, {}
         )
         assert run.open() is None
         script.unlink()
@@ -599,13 +599,14 @@ def test_a_result_is_of_the_script_that_ran(place, tmp_path):
     T.ERROR_LOGS.clear()
 
 
-def test_settings_of_older_runs_may_have_become_constants(tmp_path):
+def test_a_run_of_another_version_needs_its_script(tmp_path):
     path = tmp_path / "meta.json"
     settings = dict.fromkeys(T.Settings.__dataclass_fields__, 0)
+    write_json(path, {"settings": settings})
+    assert T.read_record("RESUME", path)["settings"] == settings
     write_json(path, {"settings": {**settings, "holdout_tokens": 131072}})
-    assert "holdout_tokens" in T.read_record("RESUME", path)["settings"]
-    write_json(path, {"settings": {**settings, "holdout_tokens": 5}})
-    refusal(T.UserError, "RESUME: .* HOLDOUT_TOKENS", T.read_record, "RESUME", path)
+    said = "RESUME: .* HOLDOUT_TOKENS.* log.txt"
+    refusal(T.UserError, said, T.read_record, "RESUME", path)
 
 
 def test_the_clock_goes_on_from_where_it_stood(place):
@@ -833,11 +834,12 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(place):
 
 def test_a_line_that_a_full_disk_cuts_leaves_nothing(tmp_path, capsys):
     """There is room for a line and a half, and then for all."""
-    log = T.LineFile(tmp_path / "log")
+    path = tmp_path / "log"
+    file = T.LineFile(path)
     for size, text in ((9, "first"), (9, "second"), (-1, "third")):
         limit(size)
-        log.write(text)
-    assert log.path.read_text() == "first\nthird\n"
+        file.write(text)
+    assert path.read_text() == "first\nthird\n"
     assert capsys.readouterr().err == "log: [Errno 27] File too large\n"
 
 
@@ -849,13 +851,14 @@ def test_a_fault_of_a_disk_is_a_warning(tmp_path, capsys, method):
         raise OSError(5, "Input/output error")
 
     log = T.LineFile(tmp_path / "log")
+    log.write("first")
     file = log.file
     log.file = SimpleNamespace(seek=file.seek, write=fail, truncate=file.truncate)
     setattr(log.file, method, fail)
-    log.write("first")
-    log.file = file
     log.write("second")
-    assert log.path.read_text() == "second\n"
+    log.file = file
+    log.write("third")
+    assert log.path.read_text() == "first\nthird\n"
     assert capsys.readouterr().err == "log: [Errno 5] Input/output error\n"
 
 

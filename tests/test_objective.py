@@ -872,7 +872,7 @@ def test_the_held_out_prompts_must_stay_under_resume():
     network = policy()
 
     def digest(held_out):
-        return G.run_identity(G.Settings(), network, BYTES, held_out)["held_out_sha256"]
+        return G.run_identity(G.Settings(), network, BYTES, G.Exam(held_out, []))["held_out_sha256"]
 
     first = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
     mended = [{**problem, "answer": None} for problem in first]
@@ -882,22 +882,30 @@ def test_the_held_out_prompts_must_stay_under_resume():
 
 
 def test_marks_of_two_functions_are_not_compared():
-    """Their rewards are, if they have one name."""
+    """The function that marks must stay under RESUME; rewards are compared that both have."""
+    network = policy()
 
     def exam_of(*names):
         return G.Exam([], [G.RewardFunction(name) for name in names])
 
-    begun = exam_of("exact", "short")
+    def identity(*names):
+        return G.run_identity(G.Settings(), network, BYTES, exam_of(*names))
+
+    begun = identity("exact", "short")
+    G.check_identity(identity("exact"), begun)
+    for mark, names in (("short", ["short", "exact"]), ("", [])):
+        said = f"^MARK='{mark}': must stay 'exact'"
+        refusal(G.UserError, said, G.check_identity, identity(*names), begun)
+    del begun["mark"]  # a checkpoint of 2026-11-28 has none
+    G.check_identity(identity("short"), begun)
+
+    exam = exam_of("exact", "long")
     ones = torch.ones(5, dtype=torch.float64)
-    begun.before = {"greedy": 0 * ones, "pass1": 0 * ones, "rewards/exact": 0 * ones}
-    after = {name: ones for name in begun.before}
-    for names, expected in (
-        (["exact", "short"], {"greedy", "pass1", "rewards/exact"}),
-        (["short", "exact"], {"rewards/exact"}),
-    ):
-        resumed = exam_of(*names)
-        resumed.load_state_dict(begun.state_dict())
-        assert resumed.gain(after) == {name: [1.0] * 3 for name in expected}
+    exam.before = {"greedy": 0 * ones, "rewards/exact": 0 * ones, "rewards/short": 0 * ones}
+    resumed = exam_of("exact", "long")
+    resumed.load_state_dict(exam.state_dict())
+    after = {name: ones for name in ("greedy", "rewards/exact", "rewards/long")}
+    assert resumed.gain(after) == {name: [1.0] * 3 for name in ("greedy", "rewards/exact")}
 
 
 # ------------------------------------------------------------------------------ settings of a program

@@ -36,7 +36,7 @@ def test_steps_by_hand():
     for w in (torch.zeros(16, 16), torch.full((16, 16), 1e-9)):  # below the smallest float16
         codes, scale = script.quantize(w, **rule(6))
         assert scale.tolist() == [2**-24] and not codes.any()
-    table = script.quant_table(script.Settings(matrix_bits=5), 1.5)
+    table = script.quant_table(5, 1.5)
     assert table == {"matrix": rule(5, 12.0), "embedding": rule(8, 9.0)}
 
 

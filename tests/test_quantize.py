@@ -41,7 +41,7 @@ SETTINGS = dataclasses.replace(
 )
 
 
-TABLE = T.quant_table(SETTINGS)
+TABLE = T.quant_table(SETTINGS.matrix_bits)
 BYTES = Q.read_tokenizer("bytes", None)
 CLASSES = ("matrix", "embedding", "control")
 WEIGHTS = ("raw", "ema", "swa")
@@ -58,15 +58,14 @@ def network(seed=0, **changes):
 def save(folder, net, step=20, **parts):
     """Write a checkpoint of a run in `folder`, as train_gpt.py does. Return the run's folder."""
     folder.mkdir(exist_ok=True)
-    identity = {**vars(net.config), "manifest_sha256": "x", "seed": 1, "optimizer": "muon"}
-    meta = {"settings": dataclasses.asdict(SETTINGS), "step": step, "identity": identity}
+    meta = {"settings": dataclasses.asdict(SETTINGS), "step": step, "shape": vars(net.config)}
     with mock.patch.object(T, "KEEP_CHECKPOINTS", 9):
         T.save_checkpoint(folder, step, {"model": net.state_dict(), "training": parts}, meta)
     return folder
 
 
-def table(widen=1.0, **changes):
-    return T.quant_table(dataclasses.replace(SETTINGS, **changes), widen)
+def table(widen=1.0, bits=SETTINGS.matrix_bits):
+    return T.quant_table(bits, widen)
 
 
 def write(path, net, table=TABLE, coded=None, **settings):
@@ -98,7 +97,6 @@ def place(tmp_path_factory):
     save(folder / "broken", broken)
     # What had been collected before QAT is of no use since.
     save(folder / "early", network(), ema=dict(values=[*network(5).parameters()], count=0))
-    (folder / "c.env").write_text("MATRIX_BITS=4\n")
     (folder / "damaged.upar").write_bytes((folder / "run" / "model.upar").read_bytes()[:-1])
     return folder
 
@@ -181,12 +179,9 @@ def test_the_tokenizer_is_copied_beside_what_is_written(call, trained, tmp_path)
 
 def test_pack_takes_given_bits_and_otherwise_the_checkpoints_steps(call, tmp_path):
     run = save(tmp_path / "run", network(), exporter={"widen": 1.7})
-    four = table(matrix_bits=4)
-    given = dict(MATRIX_BITS=4)
-    cases = [("", {}, table(1.7)), ("", given, four), ("MATRIX_BITS=4", {}, four)]
-    for i, (line, changes, expected) in enumerate([*cases, ("MATRIX_BITS=6", given, four)]):
-        (tmp_path / "c.env").write_text(line)
-        assert call("pack", run, tmp_path / f"{i}", CONFIG=tmp_path / "c.env", **changes)[0] == 0
+    cases = [([], table(1.7)), (["--bits", 4], table(bits=4)), (["--bits", 5], table(1.7))]
+    for i, (words, expected) in enumerate(cases):
+        assert call("pack", run, tmp_path / f"{i}", *words)[0] == 0
         write(tmp_path / "expected", network(), expected)
         assert (tmp_path / f"{i}").read_bytes() == (tmp_path / "expected").read_bytes()
 
@@ -210,7 +205,7 @@ def test_unpacked_and_packed_again_is_the_same_file(call, tmp_path, bits):
     zeros = "mixers.1.w_o"
     net.get_parameter(zeros).data.zero_()
     run = save(tmp_path / "run", net)
-    coded = T.quantize_all(net.state_dict(), table(1.23, matrix_bits=bits))
+    coded = T.quantize_all(net.state_dict(), table(1.23, bits))
     if bits == 5:
         coded[zeros].scale.zero_()  # as in artifacts of 2026-11-25
         for part in coded.values():  # one code in 20 is not the nearest
@@ -228,22 +223,22 @@ def test_unpacked_and_packed_again_is_the_same_file(call, tmp_path, bits):
         assert call("pack", model, tmp_path / f"{i}")[0] == 0
         assert (tmp_path / f"{i}").read_bytes() == first.read_bytes()
     assert "byte for byte" in call("verify", first, folder)[1]
-    code, output, _ = call("verify", first, run, MATRIX_BITS=bits)
+    code, output, _ = call("verify", first, run, "--bits", bits)
     assert code == 0 and "by GPTQ" in output
 
 
 def test_gptq_lowers_the_loss(call, trained, tiny_data, tmp_path):
     """At 3 bits, by the codes that `gptq` makes of the sums; the other tensors are the nearest's."""
     source = Q.read_weights(str(trained))
-    _, val, size = Q.read_text(source, Q.Settings(data_path=str(tiny_data)))
+    _, val, size = Q.read_text(source, str(tiny_data))
     bpb = []
     for name, words in (("nearest", []), ("gptq", ["--gptq", tiny_data])):
         out = tmp_path / name
-        code, _, error = call("pack", trained, out, *words, MATRIX_BITS=3)
+        code, _, error = call("pack", trained, out, *words, "--bits", 3)
         assert code == 0, error
         bpb.append(Q.validation_bpb(Q.rebuild(Q.read_weights(str(out))), 32, val, size))
     assert bpb[1] < bpb[0] - 0.001
-    assert call("verify", out, trained, MATRIX_BITS=3)[0] == 0
+    assert call("verify", out, trained, "--bits", 3)[0] == 0
 
 
 # ------------------------------------------------------------------------ info, compare and verify
@@ -290,7 +285,7 @@ def test_info_against_numbers_by_hand(call, place):
 
 def test_compare_and_verify_print_distances(call, place, tmp_path):
     other = tmp_path / "b.upar"
-    write(other, network(), table(matrix_bits=3))
+    write(other, network(), table(bits=3))
     run, artifact = place / "run", place / "run" / "model.upar"
     for words, path in ((["compare", run, other], other), (["verify", artifact, run], artifact)):
         code, output, _ = call(*words)
@@ -319,13 +314,13 @@ def test_compare_and_verify_print_distances(call, place, tmp_path):
 def test_verify_says_no(call, place, tmp_path):
     artifact = tmp_path / "m.upar"
 
-    def said(*words, **changes):
-        code, _, error = call("verify", artifact, *words, **changes)
+    def said(*words):
+        code, _, error = call("verify", artifact, *words)
         assert code == 1 and str(artifact) in error
         return error
 
     settings = [
-        (dict(mlp_mult=3.0), "'blocks.0.mlp.w_up'"),
+        (dict(mlp_mult=3.0), "'blocks.0.mlp.w_up' is "),
         (dict(num_heads=0), "division"),
         (dict(logit_softcap=1e39), "its logits are not finite"),
     ]
@@ -334,7 +329,7 @@ def test_verify_says_no(call, place, tmp_path):
         assert fault in said()
     run = place / "run"
     write(artifact, network())
-    assert "'mixers.0.w_qkvg': 5 bits, 4 by" in said(run, MATRIX_BITS=4)
+    assert "'mixers.0.w_qkvg': 5 bits, 4 by" in said(run, "--bits", 4)
     write(artifact, network(), attn_window=9)
     assert "its settings are not those of" in said(run)
     with mock.patch.object(BYTES, "sha256", "0" * 64):
@@ -382,17 +377,14 @@ MISTAKES = [
     ("pack {run} {new} --weights ema", {}, "no checkpoint with ema weights"),
     ("pack {early} {new} --weights ema", {}, "none had been collected"),
     ("pack {place} {new}", {}, "no whole checkpoint"),
-    ("pack {run} {new}", {"MATRIX_BITS": 9}, "MATRIX_BITS=9"),
-    ("info {artifact}", {"MATRIX_BIT": 4}, "did you mean MATRIX_BITS?"),
-    ("pack {artifact} {new}", {"MATRIX_BITS": 4}, "MATRIX_BITS: "),
-    ("pack {artifact} {new}", {"CONFIG": "{config}"}, "MATRIX_BITS: "),
+    ("pack {run} {new} --bits 9", {}, "--bits: invalid choice: 9"),
+    ("pack {artifact} {new} --bits 4", {}, "--bits: "),
     ("pack {artifact} {new} --gptq {place}", {}, "--gptq: "),
-    ("info {artifact}", {"MATRIX_BITS": 4}, "MATRIX_BITS=4"),
-    ("verify {artifact}", {"MATRIX_BITS": 4}, "MATRIX_BITS=4"),
-    ("unpack {artifact} {new}", {"CONFIG": "{config}"}, "MATRIX_BITS=4"),
+    ("pack {run} {new}", {"MATRIX_BITS": 4}, "MATRIX_BITS='4'"),
+    ("verify {artifact} --bits 4", {}, "--bits: "),
     ("pack {run} {new} --gptq {place}", {"DATA_PATH": "x"}, "DATA_PATH='x'"),
     ("pack {artifact} {new} --weights ema", {}, "--weights ema: must"),
-    ("pack {run} {new} --gptq a:0.5,b:0.5", {}, "DATA_PATH='a:0.5,b:0.5': is a mixture"),
+    ("pack {run} {new} --gptq a:0.5,b:0.5", {}, "DATA 'a:0.5,b:0.5': is a mixture"),
     ("info {artifact} --weights raw", {}, "--weights raw: must"),
     ("verify {artifact} --weights raw", {}, "--weights raw: must"),
     ("verify {artifact} {artifact} --weights raw", {}, "--weights raw: must"),
@@ -407,7 +399,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("words", "changes", "fault"), MISTAKES)
 def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, changes, fault):
     names = {name: place / name for name in ("run", "foreign", "broken", "early")}
-    names |= {"artifact": place / "run" / "model.upar", "config": place / "c.env"}
+    names |= {"artifact": place / "run" / "model.upar"}
     names |= {"place": place, "new": tmp_path / "new", "damaged": place / "damaged.upar"}
     changes = {name: str(value).format(**names) for name, value in changes.items()}
     code, _, error = call(*words.format(**names).split(), **changes)
@@ -435,7 +427,7 @@ def test_a_reward_model_is_verified_and_has_averages(call, tmp_path):
     params = net.named_parameters()
     trained = {name: w.data for name, w in params if ".lora_" in name or name == "w_value"}
     averages = {"count": 1, "values": [w + 1 for w in trained.values()]}
-    meta = dict(settings={"objective": "reward"}, step=9, identity=vars(net.config))
+    meta = dict(settings={"objective": "reward"}, step=9, shape=vars(net.config))
     states = {"model": net.state_dict(), "training": {"ema": averages}}
     (tmp_path / "adapted").mkdir()
     T.write_checkpoint(tmp_path / "adapted" / "step_000009", states, meta)
@@ -480,9 +472,12 @@ def test_forged_folders_are_one_line(call, place, tmp_path, file):
 
 
 def test_scaling_of_rope_has_four_numbers():
-    for value in ([1.0], [1.0, 2.0, 3.0, "4"]):
+    for value, fault in (
+        ([1.0], "rope_scaling=.*must be 4 numbers"),
+        ([1.0, 2.0, 3.0, "4"], r"rope_scaling\[3\] is '4', must be of type float"),
+    ):
         shape = {**vars(network().config), "rope_scaling": value}
-        refusal(Q.UserError, "rope_scaling=.*must be 4 numbers", Q.checked_config, shape, "x")
+        refusal(Q.UserError, fault, Q.checked_config, shape)
 
 
 # --------------------------------------------------------------------------------------- the guide
@@ -519,10 +514,8 @@ def test_the_guides_commands_run(call, named):
         words = shlex.split(command)
         script = words.index("python") + 1
         if words[script] == "quantize.py":
-            changes = dict(word.split("=", 1) for word in words[: script - 1])
-            if words[script + 1] == "bitdelta":
-                changes["DISTILL_STEPS"] = 5
-            code, output, error = call(*words[script + 1 :], **changes)
+            less = ["--distill-steps", 5] if words[script + 1] == "bitdelta" else []
+            code, output, error = call(*words[script + 1 :], *less)
             assert code == 0 and output, (command, error)
             outputs[words[script + 1], words[-1]] = output
     names = "apply bitdelta compare deltaquant info pack unpack verify"

@@ -193,7 +193,7 @@ def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     out = f"{straight} stopped"
     at = {"train_grpo": 5, "train_gspo": 8, "train_ppo": 8}[straight]  # the tenth step is in QAT
     child = place.run(out, stop_at(at), 128 + signal.SIGTERM, script=straight)
-    said = rf"stopped by SIGTERM after step {at + 1}; RESUME=\S+ ?\S+ continues it"
+    said = rf"stopped by SIGTERM after step {at + 1}: RESUME=\S+ ?\S+ continues from step_"
     assert child.err.count("\n") == 1 and re.search(said, child.out)
     assert not (place.of(out) / "result.json").exists()
     resumed = place.resumed

@@ -41,7 +41,7 @@ def run_of(folder, rank=0, **settings):
     """A run of three steps, open, with a list in place of its tracker."""
     given = dict(out_dir=str(folder), run_id="x", group_size=2, samples_every=2) | settings
     runtime = G.Runtime(rank, rank + 1, torch.device("cpu"), False)
-    run = G.Run(replace(G.Settings(), **given), runtime, None, None, {})
+    run = G.Run(replace(G.Settings(), **given), runtime, None, None, {}, {})
     run.open()
     run.tracked = []
     run.log.track = lambda values, step: run.tracked.append((values, step))
@@ -92,8 +92,7 @@ def test_a_resumed_run_does_not_double_steps(tmp_path):
         samples.record(phase, step, [[answer_of(step, 1.0)]])
     with open(run.folder / "samples.jsonl", "a") as file:
         file.write('{"step": 2, "phase": "tr')  # the process was killed here
-    run.step = 2
-    G.resume_samples(run)
+    G.remove_repeated(run.folder, 2)
     assert [(row["phase"], row["step"]) for row in rows_of(run)] == made[:3]
 
 
@@ -101,7 +100,6 @@ def test_other_ranks_record_nothing(tmp_path, capsys):
     run = run_of(tmp_path, rank=1)
     samples = G.Samples(run)
     samples.trained(rollout_of(answer_of(0, 0.0), answer_of(1, 1.0)), 0.5)
-    G.resume_samples(run)
     assert not run.folder.exists() and run.tracked == [] and capsys.readouterr().out == ""
 
 

@@ -485,7 +485,10 @@ MISTAKES = [
     ("SCORE_PATH=x SCORE=win SCORE_MODEL=main SCORE_JUDGE=other", "SCORE_JUDGE='other': has no v"),
     ("SCORE_PATH=good.txt SCORE_FILE=no/x", "SCORE_FILE='no/x': must be in a folder "),
     ("LAYOUT=chat", "PROMPT='': must be given for LAYOUT=chat"),
-    ("ARTIFACT=good.txt", "ARTIFACT='good.txt': must be a run, a checkpoint or an artifact"),
+    (
+        "ARTIFACT=good.txt",
+        "ARTIFACT='good.txt': good.txt: is no underpar artifact; a model is a run, a checkpoint or an",
+    ),
     ("ARTIFACT=learned MAX_NEW_TOKENS=60 PROMPT=hello", "MAX_NEW_TOKENS=60: must be at most 59; "),
     (f"ARTIFACT=learned PROMPT={'x' * 64}", "PROMPT='xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx: mu"),
 ]
@@ -585,11 +588,12 @@ def test_a_score_that_is_not_finite_is_an_error(place, tmp_path, monkeypatch):
 def test_the_guides_commands_run(tmp_path, monkeypatch, capsys):
     """Every command of docs/scoring.md, by tiny models and files of the names that stand there.
 
-    Those of lm-evaluation-harness are run by test_harness.py; a run of train_gpt.py with test-time
-    training is one of test_smoke.py.
+    Those of lm-evaluation-harness are run by test_harness.py, those of test-time training by
+    test_smoke.py.
     """
     ours = [block for block in blocks("scoring.md", "bash") if "lm_eval" not in block]
-    commands = [line for line in "".join(ours).splitlines() if "train_gpt.py" not in line]
+    lines = "".join(ours).splitlines()
+    commands = [line for line in lines if not re.search(r"train_gpt\.py|adapt\.py", line)]
     for name in ("runs", "data"):
         (tmp_path / name).mkdir()
     for seed, name in enumerate(("first", "start")):

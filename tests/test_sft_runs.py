@@ -135,7 +135,7 @@ def test_recorded_answers_are_what_the_model_writes(place, straight):
 # --------------------------------------------------------------------------- stopped, and once more
 def test_stopped_by_sigterm_and_resumed_to_the_same_byte(place, straight):
     child = place.run("stopped", stop_at(12), 128 + signal.SIGTERM)
-    assert child.err.count("\n") == 1 and "stopped by SIGTERM after step 13; RESUME=" in child.out
+    assert child.err.count("\n") == 1 and "stopped by SIGTERM after step 13: RESUME=" in child.out
     # The network has room for 2,048 tokens, and every row fits. But the windows would be others.
     line = place.refused("stopped", **{**place.resumed, "TRAIN_SEQ_LEN": 32})
     assert line == "error: TRAIN_SEQ_LEN=32: must stay 64 under RESUME\n"

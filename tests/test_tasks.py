@@ -269,7 +269,7 @@ BAD = [  # a line, and why it is left out
     ({"prompt": "x", "answer": " \n"}, NO_ANSWER),
     ({"prompt": " ", "answer": "x"}, "blank prompt"),
     ({"prompt": "x", "answer": ["x"]}, "the answer is no text"),
-    ({"prompt": ["x"], "answer": "x"}, "field 'prompt' is no list of messages"),
+    ({"prompt": ["x"], "answer": "x"}, "field 'prompt' is no list of objects"),
     (
         {"prompt": "a\ud800", "answer": "x"},
         "no Unicode: half a surrogate pair, or bytes that are no UTF-8",

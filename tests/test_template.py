@@ -24,7 +24,7 @@ AS_TRANSFORMERS = {
     "generation": GENERATION,
     "date": "{{ strftime_now('%Y-%m-%d') }}{{ messages[0].content }}",
     "tojson": "{{ messages | tojson(indent=2, sort_keys=true) }}{{ messages[0] | tojson(separators=(',', ':')) }}",
-    "ascii": "{{ messages[0].content | tojson(ensure_ascii=true) }}",
+    "ascii": "{{ messages[0].content | tojson(ensure_ascii=true) }}{{ messages | tojson(false) }}",
     "loops": "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
     "undefined": "a{{ messages[0].nothing }}{{ nothing }}{{ bos_token }}",
     "blocks": "  {% if true %}\n  x\n  {% endif %}\n",
@@ -119,6 +119,20 @@ def test_a_template_for_tools_is_taken_where_there_are_some():
     assert S.chat_text(tokenizer, TALK, True) == "plain"
     turns = [("<|tools|>", [{"name": "a"}]), *TALK]
     assert S.chat_text(tokenizer, turns, True) == "1 tools"
+
+
+def test_a_field_that_a_template_demands_is_written():
+    """Mistral's refuses a tool's result without an id: without it there is no other text to compare."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' and not m.tool_call_id %}"
+        "{{ raise_exception('no id') }}{% endif %}{{ m.content }}{{ m.tool_call_id }}{% endfor %}"
+    )
+    tokenizer = SimpleNamespace(facts={"template": source, "names": {}, "added": {}, "stop": []})
+    result = {"role": "tool", "content": "r", "tool_call_id": "c", "name": "f"}
+    notes = set()
+    turns = S.fitted_turns(tokenizer, [*TALK[:2], S.message_turn(result, notes)], notes)
+    assert S.chat_text(tokenizer, turns, False) == "Be é.Hi <b>rc"
+    assert {name for kind, name in notes if kind == "not used"} == {"message.name"}
 
 
 def test_jinja2_is_named_if_it_is_missing(monkeypatch):

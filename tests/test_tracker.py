@@ -39,7 +39,7 @@ def run_of(folder, kind, rank=0):
     given = dict(tracker=kind, out_dir=str(folder), run_id="a", iterations=0)
     settings = replace(T.Settings(), **given)
     runtime = T.Runtime(rank, rank + 1, torch.device("cpu"), False)
-    run = T.Run(settings, runtime, None, None, {})
+    run = T.Run(settings, runtime, None, None, {}, {})
     run.open()
     run.step = 7
     return run

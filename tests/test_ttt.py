@@ -1,6 +1,7 @@
 """Test-time training: no score sees what comes after it, and each document adapts by itself."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch.func import functional_call
 
 import train_gpt as T
-from conftest import BYTES, refusal, small_network
+from conftest import BYTES, load_tool, small_network
 
+tool = load_tool("adapt")
 SEQ_LEN = 64
 BOS = BYTES.bos_id
 ALONE = T.Runtime(0, 1, torch.device("cpu"), False)
@@ -18,7 +20,7 @@ LENGTHS = [230, 1, 64, 65, 2, 150, 7, 1, 33, 96]
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch):
-    monkeypatch.setattr(T, "TTT_CHUNK_SIZE", 32)
+    monkeypatch.setattr(tool, "CHUNK_SIZE", 32)
 
 
 def documents_of(lengths):
@@ -43,8 +45,8 @@ def adapted_losses(network, tokens, rows=4, rank=3):
     begin, end = T.document_spans(T.EvalText(tokens, 1), BOS)
     order = np.argsort(begin - end, kind="stable")
     hook = network.register_forward_hook(note)
-    scorer = T.Scorer(BOS, ALONE, SEQ_LEN, 2 * rows)
-    scores = T.score_adapted(scorer, network, T.EvalText(tokens, 7), rank)
+    scorer = T.Scorer(BOS, ALONE, SEQ_LEN, rows)
+    scores = tool.score_adapted(T, scorer, network, T.EvalText(tokens, 7), rank)
     hook.remove()
     for at in range(0, len(order), rows):
         batch = order[at : at + rows]
@@ -81,7 +83,7 @@ def test_without_a_rate_the_scores_are_those_of_the_windows(monkeypatch):
     tokens = documents_of(LENGTHS)
     (adapted, plain), losses = adapted_losses(network_of(), tokens)
     assert adapted.nats != plain.nats
-    monkeypatch.setattr(T, "TTT_LORA_LR", 0.0)
+    monkeypatch.setattr(tool, "LORA_LR", 0.0)
     (frozen, again), _ = adapted_losses(network_of(), tokens)
     assert frozen == again == plain
     assert (plain.tokens, plain.bytes) == (sum(LENGTHS) - 1, 7)
@@ -127,7 +129,7 @@ def reference_losses(network, document, rank):
             moment[1] = 0.99 * moment[1] + 0.01 * grad**2
             mean = moment[0] / (1 - 0.9**step)
             deviation = (moment[1] / (1 - 0.99**step)).sqrt()
-            updated.append((param - T.TTT_LORA_LR * mean / (deviation + 1e-8)).detach())
+            updated.append((param - tool.LORA_LR * mean / (deviation + 1e-8)).detach())
         params = updated
     return losses
 
@@ -156,7 +158,9 @@ def test_activations_of_bfloat16_reach_the_adapters():
     network = network_of()
     network.dtype = torch.bfloat16
     text = T.EvalText(tokens, 1)
-    windows = list(T.chunk_windows(tokens, *(x[:, None] for x in T.document_spans(text, BOS)), 64))
+    windows = list(
+        tool.chunk_windows(tokens, *(x[:, None] for x in T.document_spans(text, BOS)), 64)
+    )
     with torch.no_grad():
         before = sum(network(*window)[:, -32:].double().sum().item() for window in windows)
     (adapted, plain), _ = adapted_losses(network, tokens)
@@ -166,7 +170,7 @@ def test_activations_of_bfloat16_reach_the_adapters():
 
 def test_ranks_share_out_the_documents(monkeypatch):
     text = T.EvalText(documents_of(LENGTHS), 7)
-    scores = T.score_adapted(T.Scorer(BOS, ALONE, SEQ_LEN, 4), network_of(), text, 3)
+    scores = tool.score_adapted(T, T.Scorer(BOS, ALONE, SEQ_LEN, 2), network_of(), text, 3)
     total = torch.tensor([*(score.nats for score in scores), scores[0].tokens], dtype=float)
     parts = []
 
@@ -176,12 +180,18 @@ def test_ranks_share_out_the_documents(monkeypatch):
 
     monkeypatch.setattr(T.Runtime, "sum", add)
     for rank in range(3):
-        scorer = T.Scorer(BOS, T.Runtime(rank, 3, ALONE.device, True), SEQ_LEN, 4)
-        assert T.score_adapted(scorer, network_of(), text, 3) == scores
+        scorer = T.Scorer(BOS, T.Runtime(rank, 3, ALONE.device, True), SEQ_LEN, 2)
+        assert tool.score_adapted(T, scorer, network_of(), text, 3) == scores
     assert np.sum(parts, axis=0) == pytest.approx(total.numpy(), rel=1e-6)
     assert all(count > 0 for *_, count in parts)
 
 
-def test_recomputed_activations_are_refused():
-    changes = dict(ttt_lora_rank=4, activation_checkpointing=True)
-    refusal(T.UserError, "TTT_LORA_RANK=4: must be 0", T.Settings, **changes)
+def test_the_first_documents_have_their_share_of_the_bytes():
+    """And the BOS behind the last of them, which its last token predicts; 0 or many are all."""
+    val = T.EvalText(documents_of(LENGTHS), 330)
+    data = SimpleNamespace(val=val, tokenizer=SimpleNamespace(bos_id=BOS, count_bytes=len))
+    part = tool.first_documents(T, data, 3)
+    assert (part.tokens == val.tokens[:296]).all() and len(part.tokens) == 296
+    assert part.bytes == round(296 * 330 / sum(LENGTHS))
+    for count in (0, len(LENGTHS), 99):
+        assert tool.first_documents(T, data, count) is val

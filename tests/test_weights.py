@@ -29,8 +29,9 @@ def save(folder, step, net, tokenizer=BYTES):
     folder.mkdir(exist_ok=True)
     if tokenizer.file != "bytes":
         (folder / tokenizer.file).write_bytes(tokenizer.content)
-    identity = {**vars(net.config), "tokenizer_sha256": tokenizer.sha256, "seed": 1}
+    identity = {"tokenizer_sha256": tokenizer.sha256, "seed": 1}
     meta = {"script": "train_gpt.py", "settings": {}, "step": step, "identity": identity}
+    meta["shape"] = vars(net.config)
     with mock.patch.object(T, "KEEP_CHECKPOINTS", 9):
         T.save_checkpoint(folder, step, {"model": net.state_dict(), "training": {}}, meta)
     return folder / f"step_{step:06d}"
@@ -90,7 +91,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, harm):
     fault = "neither model.upar nor a whole checkpoint; "
     assert refused(run).startswith(f"{fault}checkpoint {file.parent} is damaged")
     shutil.rmtree(file.parent)
-    assert refused(run).startswith(f"{fault}{run} has none: ")
+    assert refused(run).startswith(f"{fault}{run} has no checkpoint")
 
 
 def test_a_damaged_artifact_is_an_error_though_checkpoints_stand_beside(tmp_path):
@@ -100,7 +101,7 @@ def test_a_damaged_artifact_is_an_error_though_checkpoints_stand_beside(tmp_path
     byte = data[:900] + bytes([data[900] ^ 1]) + data[901:]
     for damaged in (byte, data[:-1], b"", b"no model\n" * 100):
         artifact.write_bytes(damaged)
-        assert refused(tmp_path).startswith("must be a run, a checkpoint or an artifact; ")
+        assert refused(tmp_path).startswith(f"{artifact}: ")
 
 
 def test_the_tokenizer_is_the_one_beside(tmp_path):

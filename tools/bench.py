@@ -340,12 +340,12 @@ def rans_coder(script: ModuleType, codes: np.ndarray) -> tuple[Callable, Callabl
     def encode() -> list[np.ndarray]:
         table = script.rans_table(counts)
         states = np.full(min(1024, max(8, codes.size // 8192)), script.RANS_LOW, np.uint32)
-        words = script.RansCoder(states, table[None]).encode(symbols)
+        words = script.rans_encode(symbols, states, table[None])
         return [table, states, words]
 
     def decode(table: np.ndarray, states: np.ndarray, words: np.ndarray) -> np.ndarray:
-        coder = script.RansCoder(states.copy(), table[None])
-        return coder.decode(np.zeros(codes.size, np.uint8), words)
+        decoder = script.RansDecoder(states.copy(), table[None])
+        return decoder.decode(np.zeros(codes.size, np.uint8), words)
 
     return encode, decode
 

@@ -41,7 +41,7 @@ class GPTConfig:
 
     vocab_size: int
     bos_id: int  # the first token of a document; nothing sees what comes before it
-    layers: str  # one word per layer: g, s or a, see GPT
+    layers: str  # one word per layer: g, s or a, see make_mixer and GPT
     norms: str  # one word per layer, see Norm
     train_seq_len: int = 2048  # tokens in a window; learned positions end there
     context: int = 0  # tokens that an imported model takes elsewhere; 0: train_seq_len
@@ -117,20 +117,13 @@ def rms_norm(x, eps=0.0):
     return F.rms_norm(x, x.shape[-1:], eps=eps or None)
 
 
-def register(name, form, shapes, backward=None, keep=None):
-    """Return a form as an operator, which torch.compile calls and does not trace.
+def l2_norm(x):
+    """Return x over its length in the last dimension, at least in float32.
 
-    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    A key longer than 1 lets GDN's state grow. Without the epsilon a key of zeros would get
+    gradients of 1e12.
     """
-    if not hasattr(torch.ops.underpar, name):
-        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
-        registered.register_fake(shapes)
-        if backward:
-            registered.register_autograd(backward, setup_context=keep)
-    return getattr(torch.ops.underpar, name).default
+    return x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6)
 
 
 # Kinds of norms and MLPs. A network of another kind is of a changed copy of this section.
@@ -152,11 +145,10 @@ class Norm(nn.Module):
 
     def forward(self, x):
         """Return x (..., dim) normed, in its own dtype."""
-        if self.weight is None:
-            return rms_norm(x, self.eps)
-        if self.bias is None:
-            return scaled(rms_norm(x, self.eps), self.weight + self.offset)
-        return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        if self.bias is not None:
+            return scaled(F.layer_norm(x, x.shape[-1:]), self.weight) + self.bias.to(x.dtype)
+        scale = None if self.weight is None else self.weight + self.offset
+        return scaled(rms_norm(x, self.eps), scale)
 
 
 def split_chunks(x, chunk):
@@ -174,13 +166,12 @@ def refuse_second_derivative(grad):
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
 
-def unit_inverse(a):
-    """Return the inverse of lower triangular matrices (..., C, C) with ones on the diagonal.
+def unit_inverse(a, eye):
+    """Return the inverse of lower triangular matrices a (..., C, C) with ones on the diagonal.
 
     Neumann's product instead of a solver would not do: powers of a matrix grow to NaN when keys
-    are correlated.
+    are correlated. eye (C, C) is the unit matrix.
     """
-    eye = torch.eye(a.size(-1), dtype=a.dtype, device=a.device)
     with torch.no_grad():
         inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
     # A Newton step from the inverse leaves it as it is. It is there for its gradient: with `inverse`
@@ -239,13 +230,13 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     gap = (total - total.mT).clamp(max=0)  # (N, M, C, C)
     below = gap.to(g.dtype).exp().tril(-1)  # D without its diagonal
     kb = beta * k
-    inverse = unit_inverse(eye + (kb @ k.mT).to(g.dtype) * below).to(dtype)
-    p = ((q @ k.mT) * (below + eye)).to(dtype)
+    inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
+    p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
     w = inverse @ (kb * grow).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
     eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - (k_out.mT @ w).to(g.dtype)
+    factors = grow[..., -1:, :] * eye - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
@@ -254,20 +245,24 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     return o[:, :t], states[-1].view_as(state)
 
 
-def short_conv(x, weight, doc):
+def shifted(x, back):
+    """Return what x (B, CONV_TAPS-1 + T, ...) has `back` places before each of its last T tokens."""
+    return x[:, CONV_TAPS - 1 - back : x.size(1) - back]
+
+
+def short_conv(x, weight, doc, heads):
     """Return SiLU of a causal depthwise convolution, for the last T tokens of x.
 
-    x (B, taps-1 + T, C), weight (taps, C), doc (B, taps-1 + T). Shifted sums beat
-    F.conv1d(groups=C) on a CPU, and a tap that would reach into another document can be zero.
+    x (B, CONV_TAPS-1 + T, C), weight (CONV_TAPS, C), doc (B, CONV_TAPS-1 + T); the result is
+    (B, T, heads, C / heads). Shifted sums beat F.conv1d(groups=C) on a CPU, and a tap that would
+    reach into another document can be zero.
     """
-    reach = len(weight) - 1
     weight = weight.to(x.dtype)
-    y = x[:, reach:] * weight[reach]
-    for tap in reversed(range(reach)):
-        before = slice(tap, tap - reach)  # the tokens that this tap reads
-        same_doc = doc[:, before] == doc[:, reach:]
-        y = y + x[:, before] * weight[tap] * same_doc[..., None]
-    return F.silu(y)
+    y = shifted(x, 0) * weight[-1]
+    for back in range(1, CONV_TAPS):
+        same_doc = shifted(doc, back) == shifted(doc, 0)
+        y = y + shifted(x, back) * weight[-1 - back] * same_doc[..., None]
+    return F.silu(y).unflatten(-1, (heads, -1))
 
 
 class GatedDeltaNet(nn.Module):
@@ -301,30 +296,42 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
-        T = x.size(1)
         qkvg = context.project(x, self.w_qkvg)
         # Split once, so that the gradients are written once; and three convolutions, so that the
         # compiler joins each with the norm that reads it.
         q, k, v, *gate = qkvg.split(self.splits, dim=-1)
-        taps = self.conv.split(self.splits[:3], dim=1)
-        q, k, v = map(short_conv, (q, k, v), taps, 3 * [context.doc])
-        q, k = (part.unflatten(-1, (self.key_heads, -1)) for part in (q, k))  # (B, T, H, K)
-        v = v.unflatten(-1, (self.heads, -1))
-        # In float32, since a key longer than 1 lets the state grow. Without the epsilon a key of
-        # zeros would get gradients of 1e12.
-        q, k = (x * torch.rsqrt(widened(x).square().sum(-1, True) + 1e-6) for x in (q, k))
+        q_taps, k_taps, v_taps = self.conv.split(self.splits[:3], dim=1)
+        q = l2_norm(short_conv(q, q_taps, context.doc, self.key_heads))  # (B, T, H, K)
+        k = l2_norm(short_conv(k, k_taps, context.doc, self.key_heads))
+        v = short_conv(v, v_taps, context.doc, self.heads)
         q = q.to(v.dtype) * q.size(-1) ** -0.5
         if self.key_heads < self.heads:
             q, k = (x.repeat_interleave(self.heads // self.key_heads, 2) for x in (q, k))
         a, b = linear(widened(x), self.ab).split(self.heads, dim=-1)  # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        begins_document = context.doc[:, -T:] != context.doc[:, -T - 1 : -1]
+        begins_document = shifted(context.doc, 0) != shifted(context.doc, 1)
         g = torch.where(begins_document[..., None], DOCUMENT_DECAY, g)
         o = context.recur(q, k.to(v.dtype), v, g, torch.sigmoid(b))
         o = scaled(rms_norm(o, self.eps), self.norm).flatten(-2)
         if gate:
-            o = o * F.silu(gate[0][:, -T:])
+            o = o * F.silu(shifted(gate[0], 0))
         return linear(o, self.w_o)
+
+
+def register(name, form, shapes, backward=None, keep=None):
+    """Return a form as an operator, which torch.compile calls and does not trace.
+
+    The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
+    empty outputs, from which the compiler learns their shapes. The first script
+    imported into a process registers it for all: a second registration would free the first, and a
+    handle to it would crash.
+    """
+    if not hasattr(torch.ops.underpar, name):
+        registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
+        registered.register_fake(shapes)
+        if backward:
+            registered.register_autograd(backward, setup_context=keep)
+    return getattr(torch.ops.underpar, name).default
 
 
 def rotary_factors(rates, scaling):
@@ -426,7 +433,8 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
             kind = config.norms.split()[-1]
-            self.q_norm, self.k_norm = (Norm(kind, width, config.norm_eps) for _ in "qk")
+            self.q_norm = Norm(kind, width, config.norm_eps)
+            self.k_norm = Norm(kind, width, config.norm_eps)
 
     def forward(self, x, context):
         """Return (B, T, dim) for x (B, T, dim), see Context."""
@@ -488,7 +496,7 @@ class Context:
         """Return attention (B, H, T, D); shapes as in `attend`."""
         if self.borders is not None:
             return FAST["attention"](q, k, v, self.borders, window)
-        return attend(q, k, v, self.doc[:, CONV_TAPS - 1 :], window)
+        return attend(q, k, v, shifted(self.doc, 0), window)
 
 
 def init_wave(units):
@@ -511,8 +519,8 @@ def oscillate(x, wave):
 class MLP(nn.Module):
     """Two matrices around an activation.
 
-    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`. Matrices of
-    its own are named w_*, which the optimizer and the artifact go by (tensor_class).
+    A new kind is a word in MLPS and in the choices of the setting `mlp`, and a branch in `forward`.
+    Matrices of its own are named w_*, which the optimizer and the artifact go by (tensor_class).
 
     ReLU^2 is of arXiv 2109.08668, SwiGLU (with a gate) of 2002.05202, bio of WiggleGPT; bio_soft
     adds its SparseEventLayer (model_bio_optimized.py) with soft events, without biases.
@@ -554,7 +562,10 @@ class MLP(nn.Module):
         return linear(h, self.w_down)
 
     def voltage(self, h):
-        """Return the voltages (B, T, hidden) in (0, 1) of hidden units; above BIO_THRESHOLD is an event."""
+        """Return the voltages (B, T, hidden), in (0, 1), of hidden units.
+
+        A voltage above BIO_THRESHOLD is an event.
+        """
         return torch.sigmoid(linear(h, self.w_gate))
 
     def sparse_events(self, h):
@@ -595,8 +606,21 @@ class Block(nn.Module):
 def softcap(logits, cap):
     """Return cap * tanh(logits / cap), at least in float32; with a cap of 0 the logits."""
     logits = widened(logits)
-    # tanh itself takes a CPU twice as long.
-    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap if cap else logits
+    if not cap:
+        return logits
+    return 2 * cap * torch.sigmoid(2 / cap * logits) - cap  # tanh itself takes a CPU twice as long
+
+
+def make_mixer(config, word):
+    """Return what mixes the tokens in a layer, given the layer's word in GPTConfig.layers."""
+    kind = word[0].lower()
+    if kind == "g":
+        return GatedDeltaNet(config)
+    if kind == "s":
+        return Attention(config, config.attn_window)
+    if kind == "a":
+        return Attention(config, FULL_WINDOW)
+    raise ValueError(f"layers: {word!r} is no kind of layer")
 
 
 class GPT(nn.Module):
@@ -614,8 +638,9 @@ class GPT(nn.Module):
             raise ValueError(f"positions={config.positions!r}: no such kind")
         dim = config.model_dim
         self.embed = matrix((config.vocab_size,), dim, config.embed_init_std)
-        is_tied = config.tie_embeddings
-        self.head = None if is_tied else nn.Parameter(torch.zeros_like(self.embed))
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.zeros_like(self.embed))
         if config.positions == "learned":
             self.positions_embed = matrix(
                 (config.train_seq_len,), dim, 0.1 if config.residual_mix else config.embed_init_std
@@ -626,9 +651,6 @@ class GPT(nn.Module):
             self.w_ngram = matrix((dim,), 2 * BIGRAM_DIM)
         words = config.layers.split()
         norms = config.norms.split()
-        for word in words:
-            if word[0].lower() not in "gsa":
-                raise ValueError(f"layers: {word!r} is no kind of layer")
         if config.unet_skips and len(words) > 1:
             self.skip = nn.Parameter(torch.ones(len(words) // 2, dim))
 
@@ -640,9 +662,7 @@ class GPT(nn.Module):
             mixer_name = word if word[1:] else place
             block_name = word if word.isupper() else place
             if mixer_name not in mixers:
-                window = config.attn_window if word[0] in "sS" else FULL_WINDOW
-                is_gdn = word[0] in "gG"
-                mixers[mixer_name] = GatedDeltaNet(config) if is_gdn else Attention(config, window)
+                mixers[mixer_name] = make_mixer(config, word)
             if block_name not in blocks:
                 blocks[block_name] = Block(config, norm)
             self.layers.append((blocks[block_name], mixers[mixer_name]))
@@ -670,15 +690,12 @@ class GPT(nn.Module):
         be a sparse tensor, which torch.compile cannot make. This is BigramHashEmbedding of Parameter
         Golf, with triples.
         """
-        recent = context.recent
-        doc = context.doc
-        reach = CONV_TAPS - 1
         rows = self.config.bigram_vocab_size
-        key = 36313 * recent[:, reach:]
+        key = 36313 * shifted(context.recent, 0)
         places = []
         for back, factor in ((1, 27191), (2, 51647)):
-            same_doc = doc[:, reach - back : -back] == doc[:, reach:]
-            before = recent[:, reach - back : -back].where(same_doc, self.config.bos_id)
+            same_doc = shifted(context.doc, back) == shifted(context.doc, 0)
+            before = shifted(context.recent, back).where(same_doc, self.config.bos_id)
             key = key ^ (factor * before)
             places.append(key % rows + (back - 1) * rows)
         places = torch.stack(places, -1)

@@ -57,7 +57,7 @@ def estimate_bytes(script: ModuleType, settings, network: torch.nn.Module) -> di
         "control": 2 * counts["control"],
         "header and tables": 1500 + 30 * len(network.state_dict()),
     }
-    for kind, quantizer in script.quant_table(settings).items():
+    for kind, quantizer in script.quant_table(settings.matrix_bits).items():
         step = quantizer["clip_sigmas"] / (2 ** (quantizer["bits"] - 1) - 1)
         bits = 0.5 * math.log2(2 * math.pi * math.e) - math.log2(step) - LESS_BITS[kind]
         sizes[kind] = counts[kind] / 8 * max(0.0, bits)

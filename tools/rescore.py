@@ -74,7 +74,7 @@ def score_artifacts(script: ModuleType, settings, score: str, artifacts: list[st
         # Frozen records before the rewrite may have counts of n-grams and another scorer.
         counts = [script.NGrams] if header["settings"].get("ngram_order") else []
         if hasattr(script, "checked_config"):
-            config = script.checked_config(header["settings"], path)
+            config = script.GPTConfig(**header["settings"])
         else:
             config = SimpleNamespace(**header["settings"])
         network = script.GPT(config, *counts).to(runtime.device)

@@ -254,7 +254,7 @@ def train(script: ModuleType, network: nn.Module, optimizers, settings, length: 
     """Take a step of one micro-batch, as the scripts do."""
     trained = [param for param in network.parameters() if param.requires_grad]
     rows = max(1, settings.micro_batch_tokens // length)
-    table = script.quant_table(settings)
+    table = script.quant_table(settings.matrix_bits)
     context = script.quantized(network, table) if settings.qat else contextlib.nullcontext()
     with context:
         logps, _ = script.token_logps(network, full_batch(rows, length), 1.0)
