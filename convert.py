@@ -94,9 +94,11 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))
-    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_stream(stream):
@@ -301,7 +303,10 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    facts: dict  # of ENCODINGS, or of the file of an imported model (see convert.py)
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Of an imported model's file (see convert.py) also
+    # ranks or sentencepiece; added, flags, nfc, normalized, begins_with_bos, which encode texts; stop,
+    # ids that end an answer; template, tool_template, names, which render conversations.
+    facts: dict
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
     encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
@@ -731,8 +736,9 @@ def compile_template(source):
 def chat_text(tokenizer, turns, ask):
     """Return the text of turns by the chat template of an imported model, as transformers has it.
 
-    A turn is (role token, text), and maybe the fields of a message that say more than this text; the
-    template gets these in place of the text. The first may be a message of the role `tools`, whose
+    A turn is (role token, text), or (role token, text, fields): fields is a dict of what a message has
+    beside its text, and the template gets it in place of the text. Code takes a turn apart as role,
+    text, *fields; dict(*fields) is that dict, or {}. The first may be a message of the role `tools`, whose
     content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
     Raises UserError.
     """
@@ -971,8 +977,8 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     beta = beta.to(dtype)[..., None]
     q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
     # float64: after strong decay a difference of float32 sums would have few digits left.
-    total = g.double().cumsum(-2)
-    grow = total.to(g.dtype).exp()
+    total = g.double().cumsum(-2)  # G
+    decay = total.to(g.dtype).exp()  # exp(G): what is left of the state before the chunk
     # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
     # a gradient through exp(G_i - G_i) would cancel only up to rounding.
     eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
@@ -982,14 +988,14 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
     p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
-    w = inverse @ (kb * grow).to(dtype)
+    w = inverse @ (kb * decay).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
-    eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - k_out.mT @ w
+    eye_k = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+    factors = decay[..., -1:, :] * eye_k - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
-    o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
+    o = (q * decay).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)
 
@@ -1177,6 +1183,8 @@ class Attention(nn.Module):
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
         self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        # Queries and keys can be normed in two ways: ours, plain with a gain for each head
+        # (qk_gain_init), and Qwen3's, with weights (qk_norm).
         gain = torch.full((heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
         self.q_norm = self.k_norm = nn.Identity()
@@ -1324,9 +1332,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
 
-    Its input is the stream after `mix`.
+    `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
 
     def __init__(self, config, norm):
@@ -1479,13 +1487,14 @@ class GPT(nn.Module):
         skips = []
         x0 = x
         for place, (block, mixer) in enumerate(self.layers):
+            # U-Net: from the middle on a layer adds what its mirror image in the first half gave.
             if skips and place >= half:
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
-            run = block
+            layer = block
             if recompute:
-                run = functools.partial(activation_checkpoint, block, use_reentrant=False)
-            x = run(x, x0, mixer, context.of_layer(place))
+                layer = functools.partial(activation_checkpoint, block, use_reentrant=False)
+            x = layer(x, x0, mixer, context.of_layer(place))
             if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)

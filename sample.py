@@ -539,9 +539,11 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))
-    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_stream(stream):
@@ -907,7 +909,10 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    facts: dict  # of ENCODINGS, or of the file of an imported model (see convert.py)
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Of an imported model's file (see convert.py) also
+    # ranks or sentencepiece; added, flags, nfc, normalized, begins_with_bos, which encode texts; stop,
+    # ids that end an answer; template, tool_template, names, which render conversations.
+    facts: dict
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
     encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
@@ -1337,8 +1342,9 @@ def compile_template(source):
 def chat_text(tokenizer, turns, ask):
     """Return the text of turns by the chat template of an imported model, as transformers has it.
 
-    A turn is (role token, text), and maybe the fields of a message that say more than this text; the
-    template gets these in place of the text. The first may be a message of the role `tools`, whose
+    A turn is (role token, text), or (role token, text, fields): fields is a dict of what a message has
+    beside its text, and the template gets it in place of the text. Code takes a turn apart as role,
+    text, *fields; dict(*fields) is that dict, or {}. The first may be a message of the role `tools`, whose
     content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
     Raises UserError.
     """
@@ -1554,11 +1560,11 @@ def file_rows(path):
 
 
 def parse_rows(path, rows, parse):
-    """Return a RowReport and what `parse` makes of rows, by number, and which may be dicts or lines.
+    """Return a RowReport, and number of a row -> (format, item), what `parse` returns for it.
 
-    parse: a function of a row, and a set that gets (kind, name) of what it does not use, to its
-    format and an item; it raises RowError. The report counts malformed rows by fault. Blank lines
-    are skipped.
+    rows: dicts, or lines of JSON; blank lines are skipped. parse(row, notes) adds (kind, name) of what
+    it does not use to the set `notes`, and raises RowError. Such rows are left out, and the report
+    counts them by fault.
     """
     report = RowReport(path)
     items = {}  # number -> (format, item)
@@ -1889,6 +1895,7 @@ def question_turns(row, notes):
     """
     names = [name for name in QUESTIONS if name in row]
     filled = [name for name in names if not is_blank(row[name])]
+    # The first that is filled, or else the first blank one; without any the error names `prompt`.
     question = [*filled, *names, "prompt"][0]
     used = [question]
     is_part = question in ("instruction", "question", "input")
@@ -1963,8 +1970,6 @@ def templated_turns(tokenizer, turns):
             if is_rendered(chat_text(tokenizer, formed, False), turns):
                 return formed
             first = first or formed
-            if formed == turns:
-                break
     return first or turns
 
 
@@ -2005,7 +2010,7 @@ def fitted_turns(tokenizer, turns, notes):
     for _, _, *more in turns:
         fields |= dict(*more)
     written = ["role", "content", "train", "tool_calls", *THOUGHTS]
-    if not has_template or not turns[0][0]:
+    if not has_template or not turns[0][0]:  # no role: a plain text, which no template renders
         note_fields(fields, written, "message.", notes)
         return turns
     turns = templated_turns(tokenizer, turns)
@@ -2290,11 +2295,11 @@ def problem_of(row, notes):
         raise RowError(f"field {used[0]!r} does not end with a user's message")
     if not turns[-1][1].strip():
         raise RowError("blank prompt")
-    prompt = turns[0][1]
+    prompt = turns[0][1]  # one turn stays a text, unless the row has it as a message
     if len(turns) > 1 or isinstance(given[used[0]], list):
         prompt = [turn_message(turn) for turn in turns]
     problem = {**row, "prompt": prompt, "answer": answer}
-    query_turns(problem)
+    query_turns(problem)  # for its error: of `system` and `tools`
     return problem
 
 
@@ -2546,8 +2551,8 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     beta = beta.to(dtype)[..., None]
     q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
     # float64: after strong decay a difference of float32 sums would have few digits left.
-    total = g.double().cumsum(-2)
-    grow = total.to(g.dtype).exp()
+    total = g.double().cumsum(-2)  # G
+    decay = total.to(g.dtype).exp()  # exp(G): what is left of the state before the chunk
     # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
     # a gradient through exp(G_i - G_i) would cancel only up to rounding.
     eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
@@ -2557,14 +2562,14 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
     p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
-    w = inverse @ (kb * grow).to(dtype)
+    w = inverse @ (kb * decay).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
-    eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - k_out.mT @ w
+    eye_k = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+    factors = decay[..., -1:, :] * eye_k - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
-    o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
+    o = (q * decay).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)
 
@@ -2752,6 +2757,8 @@ class Attention(nn.Module):
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
         self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        # Queries and keys can be normed in two ways: ours, plain with a gain for each head
+        # (qk_gain_init), and Qwen3's, with weights (qk_norm).
         gain = torch.full((heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
         self.q_norm = self.k_norm = nn.Identity()
@@ -2899,9 +2906,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
 
-    Its input is the stream after `mix`.
+    `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
 
     def __init__(self, config, norm):
@@ -3054,13 +3061,14 @@ class GPT(nn.Module):
         skips = []
         x0 = x
         for place, (block, mixer) in enumerate(self.layers):
+            # U-Net: from the middle on a layer adds what its mirror image in the first half gave.
             if skips and place >= half:
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
-            run = block
+            layer = block
             if recompute:
-                run = functools.partial(activation_checkpoint, block, use_reentrant=False)
-            x = run(x, x0, mixer, context.of_layer(place))
+                layer = functools.partial(activation_checkpoint, block, use_reentrant=False)
+            x = layer(x, x0, mixer, context.of_layer(place))
             if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
@@ -3841,7 +3849,7 @@ def draw(logits, temperature, uniform, truncate=None):
     """
     if temperature < LEAST_TEMPERATURE:
         best, picks = logits.max(-1)
-        return picks, 0.0 * best
+        return picks, 0.0 * best  # NaN where the logit is not finite: generate raises then
     chances = (logits / temperature).softmax(-1)
     if truncate:
         chances = truncate(chances)
@@ -3919,7 +3927,7 @@ def texts_at_once(network, tokens):
     if network.embed.is_cuda:
         memory = torch.cuda.get_device_properties(network.embed.device).total_memory // 8
     width = config.num_kv_heads * config.attention_width
-    cache = 8 * width * len(network.layers) * (tokens + ROOM)
+    cache = 8 * width * len(network.layers) * (tokens + ROOM)  # keys and values, 4 bytes a number
     logits = 4 * config.vocab_size
     return max(1, int(min(4096, min(memory, 1 << 30) // logits, memory // cache)))
 
@@ -3950,16 +3958,16 @@ def generate(
         texts -= texts % count  # whole groups
     for start in range(0, len(samples), texts):
         rows = range(start, min(start + texts, len(samples)))
-        first = start // count
-        # Those that the decoder goes on with.
-        live = samples[start : rows.stop]
+        first = start // count  # number of the first row's prompt
+        live = samples[start : rows.stop]  # those of the decoder's rows; ended ones leave both
         uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        # Each prompt is read once; then its cache is copied for each of its samples.
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
         picks = None
-        step = 0
+        step = 0  # tokens behind the prompt so far, drawn or told
         while step < max_new_tokens:
-            if step:
+            if step:  # the prompts have given the first logits
                 decoder(picks)
             numbers = uniform.numbers(step).to(decoder.logits.device)
             picks, logps = draw(decoder.logits, temperature, numbers, truncate)
@@ -4170,6 +4178,7 @@ def with_mark(functions, spec):
     mark, *others = load_reward_functions(spec, "MARK")
     if others or mark.weight != 1:
         raise UserError(f"MARK={spec!r}: must be one function, and has no weight")
+    # MARK is also in REWARD: it goes to the front and keeps its weight; the others stay in order.
     if mark.call in [function.call for function in functions]:
         return sorted(functions, key=lambda function: function.call is not mark.call)
     mark.weight = 0.0
@@ -4358,8 +4367,8 @@ def weigh(functions, answers):
 def is_right(answer, functions):
     """Return whether an answer is right: the reward of the first function is 1 or more.
 
-    Not their sum: parts that are no proof of a right answer could add up to 1. Without functions, in a
-    conversation, it is that of the environment.
+    Their sum does not decide: parts that are no proof of a right answer could add up to 1. In a
+    conversation, which has no functions, the sum of the environment's rewards does.
     """
     value = answer.rewards[functions[0].name] if functions else answer.reward
     return value is not None and value >= 1

@@ -27,11 +27,15 @@ Where to change what:
     a new setting of the model            Settings, GPTConfig; a field of one name in both, layers read it
     another new setting                   Settings; if a resumed run must keep it, `identity` in main
 Validation calls GPT.forward, too: a term of the loss that is for training alone goes behind
-`if torch.is_grad_enabled()`, or it becomes part of val_bpb; it is 0 where targets are -1. The name
-of a weight decides its optimizer and how it is packed: w_* is a matrix (MATRIX_LR, MATRIX_BITS),
-*embed* an embedding, and all others are controls (AdamW at SCALAR_LR, float16 in the artifact). In
-the log's header a setting that differs from its default has a `*`. A new one also enters
-OUR_SETTINGS, so that the other scripts refuse it.
+`if torch.is_grad_enabled()`, or it becomes part of val_bpb; the train_loss of the log has it. In
+training no target is -1; a term that scores have, too, must be 0 where one is. A change of the
+network that adds or drops no weight needs a field of GPTConfig that switches it: without one the
+other scripts would load its artifact as the old network, without an error. The name of a weight
+decides its optimizer and how it is packed: w_* is a matrix (MATRIX_LR, MATRIX_BITS), *embed* an
+embedding, and all others are controls (AdamW at SCALAR_LR, float16 in the artifact). In the log's
+header a setting that differs from its default has a `*`. In the repository a new setting also
+enters OUR_SETTINGS, so that the other scripts refuse it; your own copy needs no entry. Runs from
+before it cannot be resumed.
 """
 
 # /// script
@@ -594,9 +598,11 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))
-    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_stream(stream):
@@ -1208,8 +1214,9 @@ def split_windows(stream, share, settings):
 
     A data filter goes below, over `train`. The inputs of window `number` are
     stream.read(number * seq_len, seq_len). A choice by them and by settings alone is the same on
-    every rank and in a resumed run. It takes a call for each window at every start, and must leave
-    a window of every folder.
+    every rank, and in a resumed run if `identity` in main has these settings; a number written here
+    is not compared. It takes a call for each window at every start. Raise UserError if it leaves no
+    window of a folder.
     """
     seq_len = settings.train_seq_len
     windows = shuffle(len(stream) // seq_len, 0)
@@ -1291,8 +1298,8 @@ def open_data(settings, rank=0):
         windows.append(train)
         held_out += [stream.read(number * seq_len, seq_len) for number in others]
     held_out = np.array(held_out, np.int64).ravel()
-    bytes_counted = val.bytes / tokenizer.count_bytes(val.tokens)  # a byte that tokens decode to
-    held_out_bytes = round(tokenizer.count_bytes(held_out) * bytes_counted)
+    counted_share = val.bytes / tokenizer.count_bytes(val.tokens)  # see counted_bytes; mostly 1
+    held_out_bytes = round(tokenizer.count_bytes(held_out) * counted_share)
     yardsticks = {}
     if len(folders) == 1:
         yardsticks = manifests[0].get("yardsticks") or {}
@@ -1589,8 +1596,8 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     beta = beta.to(dtype)[..., None]
     q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
     # float64: after strong decay a difference of float32 sums would have few digits left.
-    total = g.double().cumsum(-2)
-    grow = total.to(g.dtype).exp()
+    total = g.double().cumsum(-2)  # G
+    decay = total.to(g.dtype).exp()  # exp(G): what is left of the state before the chunk
     # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
     # a gradient through exp(G_i - G_i) would cancel only up to rounding.
     eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
@@ -1600,14 +1607,14 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
     p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
-    w = inverse @ (kb * grow).to(dtype)
+    w = inverse @ (kb * decay).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
-    eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - k_out.mT @ w
+    eye_k = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+    factors = decay[..., -1:, :] * eye_k - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
-    o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
+    o = (q * decay).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)
 
@@ -1795,6 +1802,8 @@ class Attention(nn.Module):
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
         self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        # Queries and keys can be normed in two ways: ours, plain with a gain for each head
+        # (qk_gain_init), and Qwen3's, with weights (qk_norm).
         gain = torch.full((heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
         self.q_norm = self.k_norm = nn.Identity()
@@ -1942,9 +1951,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
 
-    Its input is the stream after `mix`.
+    `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
 
     def __init__(self, config, norm):
@@ -2097,13 +2106,14 @@ class GPT(nn.Module):
         skips = []
         x0 = x
         for place, (block, mixer) in enumerate(self.layers):
+            # U-Net: from the middle on a layer adds what its mirror image in the first half gave.
             if skips and place >= half:
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
-            run = block
+            layer = block
             if recompute:
-                run = functools.partial(activation_checkpoint, block, use_reentrant=False)
-            x = run(x, x0, mixer, context.of_layer(place))
+                layer = functools.partial(activation_checkpoint, block, use_reentrant=False)
+            x = layer(x, x0, mixer, context.of_layer(place))
             if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
@@ -2456,6 +2466,8 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[param]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(param)
+                # The rows of each matrix, or of the only one. The parts are views, through which
+                # step_batch writes into the parameter and its buffer.
                 splits = getattr(param, "splits", len(param))
                 parts = (x.split(splits) for x in (param, param.grad, state["momentum_buffer"]))
                 for triple in zip(*parts, strict=True):
@@ -2465,7 +2477,7 @@ class Muon(torch.optim.Optimizer):
                 self.step_batch(group, *zip(*triples, strict=True))
 
     def step_batch(self, group, matrices, grads, buffers):
-        """Update matrices of one shape, and their momentum."""
+        """Update `matrices`, N of shape (R, C), and their momentum, `buffers`, in place."""
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         # Nesterov: (N, R, C)
         update = torch.stack(grads).lerp(torch.stack(buffers), group["momentum"])
@@ -2562,8 +2574,8 @@ OPTIMIZERS = {
     "adafactor": functools.partial(torch.optim.Adafactor, eps=(None, 0.02)),
     "lion": Lion,
 }
-# Parameters whose class for the optimizers is not tensor_class's, which the artifact goes by; by the
-# last part of their names.
+# Last part of a parameter's name -> its class for the optimizers, where it differs from tensor_class.
+# The artifact always goes by tensor_class.
 PARAMETER_CLASSES = {
     "lora_a": "adapter",  # in the scripts that fine-tune
     "lora_b": "adapter",
@@ -2632,7 +2644,7 @@ class OptimizerState:
         self.state = collections.defaultdict(dict)  # parameter -> its state, of all optimizers
         grouped = []
         for optimizer in optimizers:
-            optimizer.state = self.state
+            optimizer.state = self.state  # one dict for all: a state is found by its parameter
             for group in optimizer.param_groups:
                 grouped += group["params"]
         assert len(grouped) == len(params) and set(grouped) == set(params.values())
@@ -2687,13 +2699,13 @@ class Clock(Stateful):
     def __init__(self, settings, runtime, replay=()):
         self.iterations = len(replay) or settings.iterations or math.inf
         self.limit = math.inf if replay else settings.max_wallclock_seconds or math.inf
-        self.budget = self.limit - settings.reserve_seconds
+        self.budget = self.limit - settings.reserve_seconds  # for steps; the reserve is for the end
         self.runtime = runtime
         self.replay = replay
         self.before = 0.0  # seconds that had passed when the clock was last stopped
         self.started = None  # perf_counter when it was last started; None while it stands still
-        self.seconds = [0.0]  # rank 0's seconds at the end of each reported step
-        self.used = []  # progress of each step, for a replay
+        self.seconds = [0.0]  # rank 0's clock at the begin, and at the end of each reported step
+        self.used = []  # what `progress` has returned for each step; a replay reads it
         self.packet = None  # report on its way: loss, norm, stop, seconds
         self.arrived = None  # CUDA event: the packet is on the host
 
@@ -2793,13 +2805,15 @@ class Clock(Stateful):
         progress = min(1.0, self.planned_share(step))
         if step:
             progress = max(progress, self.used[step - 1])
-        if self.replay:
+        if self.replay:  # what the other run used, whatever this clock says
             progress = self.replay[step]
         self.used[step:] = [progress]  # a resumed run replaces what came after its step
         return progress
 
     def is_last(self, step):
-        """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
+        """Return whether the run is over after `step` steps: one more would pass ITERATIONS or the
+        budget.
+        """
         return self.planned_share(step) > 1
 
     def end_reason(self, step):
@@ -2838,8 +2852,8 @@ def warmdown_share(settings):
     for name in UNUSED_BY_SCHEDULE.get(schedule, ()):
         value = getattr(settings, name)
         default = getattr(Settings, name)
-        is_none = schedule == "constant" and not value  # it has no warmdown anyway
-        if value != default and not is_none:
+        asks_for_none = schedule == "constant" and not value  # it has no warmdown anyway
+        if value != default and not asks_for_none:
             raise UserError(
                 f"{name.upper()}={value}: must be {default} with LR_SCHEDULE={schedule}"
             )
@@ -2893,8 +2907,8 @@ class Plan(Stateful):
         self.phases = {}  # name of each phase that has begun -> its record in result.json
 
     def rates(self, progress):
-        """Return the multiplier of all learning rates: it rises to 1 in the warm-up, and falls to
-        LR_FLOOR in the warmdown.
+        """Return one number, which multiplies all learning rates: it rises to 1 in the warm-up, and
+        falls to LR_FLOOR in the warmdown.
 
         No step is spent at 0: a step of the warm-up has the rate of its end, but a tenth at least,
         and one of the warmdown that of its begin.
@@ -2914,7 +2928,7 @@ class Plan(Stateful):
         return settings.lr_floor + (1 - settings.lr_floor) * multiplier
 
     def begin_phases(self, step, progress):
-        """Return the names of the phases that begin with this step, and count it for those on.
+        """Begin the phases that are due, and count the step in those that are on; return the new names.
 
         Call it once a step, before the forward; `is_on` answers for the same step. Progress alone
         decides, so that a replay repeats it.
@@ -2943,6 +2957,7 @@ class Plan(Stateful):
 
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
+        # A resumed run may have begun a phase that its settings no longer plan.
         has_begun = name in self.planned and name in self.phases
         return has_begun and self.progress <= self.planned[name][1]
 
@@ -3074,7 +3089,7 @@ def quantize_all(tensors, table):
 def swapped(params, values):
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
-    originals = torch._foreach_mul(params, 1)
+    originals = torch._foreach_mul(params, 1)  # copies, by few operations
     try:
         torch._foreach_copy_(params, list(values))
         yield
@@ -3489,7 +3504,7 @@ FIT_ATTEMPTS = 12  # coarse steps save less than is computed, so the limit is ap
 
 @dataclass
 class Exporter(Stateful):
-    """What checkpoints keep of the artifact's quantizers: how far their steps were widened."""
+    """One number, which checkpoints keep: it is set when QAT begins, and packing starts from it."""
 
     STATE = ("widen",)
 
@@ -3497,13 +3512,12 @@ class Exporter(Stateful):
 
 
 def fit_artifact(network, widen, limit, header, run, pack=True):
-    """Return the factor on all quantization steps by which the artifact of a network has at most
-    `limit` bytes, and that artifact.
+    """Widen the quantization steps until the artifact of a network has at most `limit` bytes; return
+    the factor on all steps, and the artifact (b"" without `pack`: its length is only estimated).
 
     The first try has the factor `widen`. If the artifact exceeds the limit, all steps are scaled up
     by the same factor, and it is packed again. If no attempt fits, the last artifact is returned,
-    and the factor that the next attempt would have had. header: see pack_artifact. Without `pack` the
-    length is estimated, and no artifact is made.
+    and the factor that the next attempt would have had. header: see pack_artifact.
     """
     tensors = network.state_dict()
     data = b""
@@ -4085,8 +4099,9 @@ def remove_repeated(folder, step):
         for line in path.read_bytes().splitlines(keepends=True):
             with contextlib.suppress(ValueError):  # a line that was cut when the process was killed
                 row = json.loads(line)
+                # Rows of trained steps have a train_time, samples of training the phase "train".
                 is_score = "train_time" not in row and row.get("phase") != "train"
-                is_made_again = is_score and 0 < row["step"] == step
+                is_made_again = is_score and row["step"] == step > 0
                 if row["step"] <= step and not is_made_again:
                     kept.append(line)
         replace_file(path, b"".join(kept))
@@ -4260,7 +4275,7 @@ class Run(Stateful):
         self.saved_step = -1  # the last one at which `save` was called
         # Why training has ended: "iterations", "clock", "replay", "signal" or a word of the script.
         self.ended = ""
-        # Of the run's begin: you may change the script and commit while it trains.
+        # Read now, because the script and the commit may change while the run trains.
         self.source = Path(__file__).read_bytes()
         self.machine = describe_machine(self.runtime)
         self.code_bytes = count_code(settings, self.source)
@@ -4279,6 +4294,7 @@ class Run(Stateful):
             check_identity(self.identity, meta["identity"])  # on all ranks
             self.changed = changed_settings(self.settings, meta["settings"])
         if self.runtime.rank == 0:
+            # A new run wants an empty folder right in OUT_DIR; an empty RUN_ID stands for the date.
             run_id = self.settings.run_id
             if checkpoint is None and (any(self.folder.glob("*")) or Path(run_id).name != run_id):
                 raise UserError(
@@ -4484,7 +4500,7 @@ def count_skipped(run, report):
         error = f"{run.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
     else:
         return
-    if run.skipped_steps == run.step:
+    if run.skipped_steps == run.step:  # every step so far
         error += (
             f", from the first step on: INIT_FROM={run.settings.init_from!r} or the data are bad"
         )
@@ -4494,7 +4510,7 @@ def count_skipped(run, report):
 
 
 def log_step(run, metrics, loss_name="loss"):
-    """Log the step before, if its report has come; with a signal that a rank has got the run ends.
+    """Log the last finished step, unless that was done. A signal on any rank sets run.ended.
 
     metrics: name -> number or 0-d tensor, of that step.
     """
@@ -4505,7 +4521,7 @@ def log_step(run, metrics, loss_name="loss"):
     count_skipped(run, report)
     if report.stop_requested:
         run.ended = "signal"
-    step_seconds = report.seconds / run.step
+    step_seconds = report.seconds / run.step  # the number of the reported step
     steps_left = run.clock.iterations - run.step
     seconds_left = min(run.clock.budget - report.seconds, steps_left * step_seconds)
     values = {
@@ -4520,7 +4536,7 @@ def log_step(run, metrics, loss_name="loss"):
 
 def leave_stopped(run, stop_signal):
     """Log that a signal stopped the run, and where RESUME continues it; return the exit code."""
-    number = signal.Signals(stop_signal.number or signal.SIGTERM)
+    number = signal.Signals(stop_signal.number or signal.SIGTERM)  # 0: another rank got it
     run.log(f"stopped by {number.name} after step {run.step}: {saved_state(run.folder)}")
     run.runtime.leave()
     return 128 + number
@@ -4591,7 +4607,7 @@ def result_errors(run, result):
     scores = {name: result[name] for name in result if name.startswith(("val_loss", "val_bpb"))}
     for group in ("before", "after", "packed"):
         for name, value in result.get(group, {}).items():
-            # A mean comes before its interval, which one row does not have.
+            # Of scripts that fine-tune: a mean, or a list of a mean and its interval.
             scores[f"{group} {name}"] = np.ravel(value)[0]
     bad = [name for name, score in scores.items() if not math.isfinite(score)]
     return errors + [f"the score {name} is not finite" for name in bad]
@@ -4683,7 +4699,8 @@ IMPORTED_DEFAULTS = {
 
 
 def shape_settings(given):
-    """Return values in place of the defaults: those of a run that goes on, or the shape of INIT_FROM.
+    """Return what replaces the defaults of settings: under RESUME and REPLAY all of that run's, under
+    INIT_FROM the shape of its network.
 
     given: name of a setting -> value. An ARCH_MODE that is given overrides INIT_FROM's shape, so
     that start_config refuses what differs.
@@ -4707,7 +4724,7 @@ def start_config(settings, config):
 
     Raises UserError if the settings of the shape ask for another network.
     """
-    # VOCAB_SIZE is checked against the data, and the start of a new network has no meaning here.
+    # VOCAB_SIZE is checked against the data, TRAIN_SEQ_LEN below, and embed_init_std is of new weights.
     free = {"vocab_size", "train_seq_len", "embed_init_std"}
     shape = asked_shape(settings)
     for name in sorted(shape.keys() - free):
@@ -4751,7 +4768,7 @@ def make_network(settings, tokenizer):
     )
     read_checked(start.tokenizer, tokenizer.sha256, hint)
     network = read_network(start)
-    network.config = start_config(settings, start.config)
+    network.config = start_config(settings, start.config)  # differs in train_seq_len alone
     return network, start
 
 
@@ -4814,8 +4831,9 @@ def compile_model(network, settings):
 
 
 def table_dropout(passes, tokens_per_row):
-    """Return the share of rows of the hashed tables that a step leaves out, to a hundredth.
+    """Return the share of look-ups in the hashed tables that a step replaces by zeros, to a hundredth.
 
+    The pair and the triple of a token are drawn each by itself; what is kept is scaled up (dropout).
     The windows of a step are from all over the text. So a row has soon learned what its document says
     behind its pair or triple, in a second pass even the very token that follows, and the network comes
     to trust rows more than it can on new text: web text read 1.4 times lost 0.08 bits per byte. The
@@ -4858,7 +4876,7 @@ def forward_backward(model, batches, step, dropout=0.0):
 
     Return this rank's part of that mean, in nats per token. On a CPU the hashed tables have a sparse
     gradient: a dense one of millions of rows, of which a step reads thousands, took an eighth of a
-    step. Ranks sum dense ones. dropout: the share of their rows that is left out, see table_dropout.
+    step. Ranks sum dense ones. dropout: the share of look-ups that become zeros, see table_dropout.
     """
     runtime = batches.runtime
     settings = batches.settings
@@ -4880,6 +4898,8 @@ def forward_backward(model, batches, step, dropout=0.0):
         if noise:
             ids = with_noise(ids, noise, model.config.bos_id)
         if hashed is not None:
+            # Outside the compiled graph, which can neither make a sparse gradient nor change its
+            # dropout without being compiled anew.
             rows = model.ngrams(model.context(ids), sparse=is_sparse)
             if dropout:
                 rows = F.dropout1d(rows.view(-1, 2, BIGRAM_DIM), dropout).view_as(rows)
@@ -4925,16 +4945,19 @@ def halve_micro_batch(batches, settings):
 def fits_memory(model, batches, step):
     """Compute a step's gradients; return whether there was memory enough for them on every rank."""
     failed = torch.zeros((), device=batches.runtime.device)
+    reserve = []
     try:
         # Room for what comes later: two moments, two averages, a sum of all gradients, and two
         # copies for a moment, in the optimizer's step and under QAT.
-        reserve = [param.new_empty(7, *param.shape) for param in model.parameters()]
+        for param in model.parameters():
+            reserve.append(param.new_empty(7, *param.shape))
         forward_backward(model, batches, step)
-        del reserve
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         failed += 1
+    reserve.clear()
+    if failed:
         torch.cuda.empty_cache()  # NCCL takes memory of its own
     return not batches.runtime.sum(failed)
 
@@ -4959,8 +4982,9 @@ def warm_up(model, optimizers, batches, settings):
             gradients(model), batches.runtime, settings.grad_clip_norm, nothing
         )
         step_optimizers(optimizers, 0.0, torch.isfinite(norm))
-    with torch.no_grad():
+    with torch.no_grad():  # compiles the graph of validation
         model(*next(batches.micro_batches(0)))
+    # A rate of 0 has moved no weight, but moments and counts of steps.
     for optimizer in optimizers:
         optimizer.state.clear()
 
@@ -5009,7 +5033,8 @@ def choose_timed_weights(network, table, averages, run, score):
         omissions = [event.get("weights") for event in events]  # only those left out have the key
     for name, values in candidates.items():
         begin = run.clock.elapsed()
-        # Scoring an average must leave time to pack the weights chosen. The raw ones are always scored.
+        # As much time as scoring takes is kept to pack the weights chosen. The raw ones come first, and
+        # are always scored.
         is_late = run.runtime.agree(run.clock.limit - begin < 2 * scoring_seconds)
         if (scores and is_late) or name in omissions:
             run.event("weights_left_out", weights=name)
@@ -5107,7 +5132,7 @@ class RowRMSprop(torch.optim.Optimizer):
         _, beta2 = ADAM_BETAS
         for group in self.param_groups:
             lr = torch.as_tensor(group["lr"])
-            lr = lr.clamp(min=group["lr_floor"]).where(lr > 0, lr)
+            lr = lr.clamp(min=group["lr_floor"]) * (lr > 0)  # of a masked step it stays 0
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
@@ -5180,7 +5205,7 @@ def log_gate_shares(network, tokens, log):
 def main():
     """Train, pack and score one model; return the exit code.
 
-    Raises UserError, before step 1 but for shards with ids beyond the vocabulary.
+    Any UserError comes before step 1, but for a shard with ids beyond the vocabulary.
     """
     begin = time.perf_counter()
     presets = {"ARCH_MODE": ARCH_PRESETS, "OPTIMIZER": OPTIMIZER_PRESETS}
@@ -5224,7 +5249,7 @@ def main():
         "tokenizer_sha256": tokenizer.sha256,
         "data_shares": data.shares,
         "init_from": settings.init_from or None,
-        "holdout_tokens": HOLDOUT_TOKENS,  # in the checkpoints of older runs
+        "holdout_tokens": HOLDOUT_TOKENS,  # a constant, which older checkpoints have here
     }
     run = Run(settings, runtime, plan, clock, identity, asdict(config))
     handle_stop_signals(run.end_at_once)
@@ -5263,8 +5288,9 @@ def main():
         "tokenizer_sha256": tokenizer.sha256,
         "meta": {"seed": settings.seed, "tokenizer": tokenizer.file},
     }
-    # The artifact's network is built like this after training. One that cannot be is an error now,
-    # with its traceback, which empty_network would leave out.
+    # What score_artifact does after training: the network is built from the header alone. A changed
+    # model that GPTConfig does not describe fails now, not at the end; a fault of GPT() itself shows
+    # its traceback.
     with one_line("this script: its network is not the one of its GPTConfig"):
         described = checked_config(header["settings"])
     with torch.device("meta"):
@@ -5279,21 +5305,22 @@ def main():
         log.metrics(0, {"val_loss": score.loss, "val_bpb": score.bpb})
         log(f"before training: val_{score}")
 
-    metrics = {}
+    metrics = {}  # of the step before; log_step writes them when its report has come
     target = {}  # steps and seconds until TARGET_VAL_LOSS was reached
     stop_signal = StopSignal(run)
     clock.start()
     while True:
         if stop_signal.number and not runtime.distributed:
             run.ended = "signal"  # a single process need not ask other ranks
-        last_step = bool(run.ended) or clock.is_last(run.step)  # run.step steps are finished
-        faulthandler.cancel_dump_traceback_later()
+        last_step = bool(run.ended) or clock.is_last(run.step)  # run.step steps are done
+        faulthandler.cancel_dump_traceback_later()  # only steps are watched for hangs
 
-        # 1. Validate and save; the clock stands still. The last step is scored below; with a target it
-        # is validated, too, because a replay must find that its last step reached the target.
+        # 1. Validate and save; the clock stands still. When the run is over the artifact is scored
+        # below, and nothing is validated here, except for TARGET_VAL_LOSS: a replay ends by its number
+        # of steps, and only a validation tells that the target was the reason.
         val_is_due = settings.val_loss_every and run.step % settings.val_loss_every == 0
-        is_wanted = not last_step or (settings.target_val_loss and not run.ended)
-        if val_is_due and run.step and is_wanted:
+        is_of_use = not last_step or (settings.target_val_loss and not run.ended)
+        if val_is_due and run.step and is_of_use:
             with clock.paused():
                 log_step(run, metrics, "train_loss")
                 score = scorer.score(model, data.val)
@@ -5336,17 +5363,19 @@ def main():
             rounding = quantized(network, quant_table(settings.matrix_bits, exporter.widen))
         with rounding:
             loss = forward_backward(model, batches, run.step, dropout)
+        # Loss and signal travel with the gradients: after it `loss` is the mean over the global batch,
+        # and `stop` is above 0 if any rank got a signal.
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         clip = settings.grad_clip_norm
-        norm, extra = reduce_gradients(gradients(network), runtime, clip, extra)
-        loss, stop = extra  # the mean over the global batch now
+        norm, (loss, stop) = reduce_gradients(gradients(network), runtime, clip, extra)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
 
         # 4. Read and log the report of the step before, now that the device has work queued.
         log_step(run, metrics, "train_loss")
 
         # 5. Update the weights and their averages.
-        if settings.optimizer == "muon":
+        if settings.optimizer == "muon":  # optimizers[0], see make_optimizers
+            # Its momentum rises in the first MUON_WARMUP_FRAC of the run.
             warm = min(1.0, progress / MUON_WARMUP_FRAC)
             momentum = MUON_MOMENTUM_START + warm * (MUON_MOMENTUM - MUON_MOMENTUM_START)
             optimizers[0].param_groups[0]["momentum"] = momentum

@@ -5,9 +5,10 @@
     INIT_FROM=runs/<RUN_ID> TRAIN_FILES=problems.jsonl REWARD=mine.py:score python train_gspo.py
     INIT_FROM=runs/<RUN_ID> torchrun --standalone --nproc_per_node=8 train_gspo.py
 
-INIT_FROM is needed: a run, a checkpoint or an artifact that is right at times. A line of TRAIN_FILES
-has the texts `prompt` (or `question`) and `answer`. REWARD is exact, or a function in a file, as TRL
-calls it: score(prompts, completions, answer, **columns) returns a number for each completion.
+INIT_FROM is needed: a run, a checkpoint or an artifact that answers some problems right. A line of
+TRAIN_FILES has the texts `prompt` (or `question`) and `answer`. REWARD is exact, or a function in a
+file, as TRL calls it: score(prompts, completions, answer, **columns) returns a number for each
+completion.
 
 A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, then
 MINI_BATCHES x EPOCHS updates. Guide: docs/grpo_gspo.md.
@@ -22,7 +23,8 @@ Where to change what:
     another ratio                         importance, token_weights
     another baseline or advantage         GSPOTrainer.set_advantages, group_advantages
     how answers are sampled               GSPOTrainer.sample, generate
-    another reward                        GSPOTrainer.rewarded_answers; or REWARD=file.py:function
+    another reward, in scores, too        load_reward_functions; REWARD=file.py:function
+    a term of it in training alone        GSPOTrainer.rewarded_answers
     what a step logs of answers           answer_metrics
     what a step logs of tokens            UPDATE_SUMS, policy_loss
     what is shown of answers              Samples.trained, shown_groups
@@ -34,7 +36,8 @@ Where to change what:
     another schedule, another phase       Plan, PHASE_STARTS
     which problems a step reads           problem_of, split_problems, problems_of_step
     a new setting                         Settings; if a resumed run must keep it, IDENTITY
-Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
+A term of the loss goes into policy_loss, which scores never call. The old log-probabilities are
+computed without gradients: no value in the forward may depend on torch.is_grad_enabled().
 """
 
 # /// script
@@ -146,7 +149,8 @@ class Settings:
     eval_prompts: int = bounded(512, 2)  # prompts that score the model, at most
     # conversations in place of problems, see Episode
     environment: Paths = ""  # file.py:Class of what answers the policy; empty: problems
-    max_turns: int = bounded(8, 1)  # answers of the policy in a conversation
+    # answers of the policy in a conversation; MAX_NEW_TOKENS is for all of them and what they are told
+    max_turns: int = bounded(8, 1)
     discount: float = bounded(1.0, 0.0, 1.0)  # rewards count by its powers: DISCOUNT**turn
     # whose rewards train an answer: all, or those from its turn on, see credit_turns
     credit: Literal["conversation", "turn"] = "conversation"
@@ -158,7 +162,7 @@ class Settings:
     # rollout
     prompts_per_step: int = bounded(32, 1)  # over all ranks
     group_size: int = bounded(8, 2)  # samples of a prompt
-    # times that groups of one reward are replaced by answers to other prompts (dynamic sampling)
+    # times that groups of equal rewards are replaced by answers to other prompts (dynamic sampling)
     resample_rounds: int = 0
     max_new_tokens: int = bounded(16, 1)  # length of each, at most
     # of the distribution that samples; sample.py takes 0: always the likeliest token
@@ -212,7 +216,7 @@ class Settings:
         if self.importance == "sequence_token":
             object.__setattr__(self, "importance", "token")
         check_settings(self)
-        prompts_unit(self, ranks=1)
+        prompts_unit(self, ranks=1)  # for its error
         if self.credit == "turn" and self.importance == "sequence":
             raise UserError(
                 "CREDIT='turn': must be conversation, or IMPORTANCE=token: a sequence's ratio gives all "
@@ -615,9 +619,11 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))
-    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_stream(stream):
@@ -983,7 +989,10 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    facts: dict  # of ENCODINGS, or of the file of an imported model (see convert.py)
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Of an imported model's file (see convert.py) also
+    # ranks or sentencepiece; added, flags, nfc, normalized, begins_with_bos, which encode texts; stop,
+    # ids that end an answer; template, tool_template, names, which render conversations.
+    facts: dict
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
     encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
@@ -1413,8 +1422,9 @@ def compile_template(source):
 def chat_text(tokenizer, turns, ask):
     """Return the text of turns by the chat template of an imported model, as transformers has it.
 
-    A turn is (role token, text), and maybe the fields of a message that say more than this text; the
-    template gets these in place of the text. The first may be a message of the role `tools`, whose
+    A turn is (role token, text), or (role token, text, fields): fields is a dict of what a message has
+    beside its text, and the template gets it in place of the text. Code takes a turn apart as role,
+    text, *fields; dict(*fields) is that dict, or {}. The first may be a message of the role `tools`, whose
     content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
     Raises UserError.
     """
@@ -1630,11 +1640,11 @@ def file_rows(path):
 
 
 def parse_rows(path, rows, parse):
-    """Return a RowReport and what `parse` makes of rows, by number, and which may be dicts or lines.
+    """Return a RowReport, and number of a row -> (format, item), what `parse` returns for it.
 
-    parse: a function of a row, and a set that gets (kind, name) of what it does not use, to its
-    format and an item; it raises RowError. The report counts malformed rows by fault. Blank lines
-    are skipped.
+    rows: dicts, or lines of JSON; blank lines are skipped. parse(row, notes) adds (kind, name) of what
+    it does not use to the set `notes`, and raises RowError. Such rows are left out, and the report
+    counts them by fault.
     """
     report = RowReport(path)
     items = {}  # number -> (format, item)
@@ -1965,6 +1975,7 @@ def question_turns(row, notes):
     """
     names = [name for name in QUESTIONS if name in row]
     filled = [name for name in names if not is_blank(row[name])]
+    # The first that is filled, or else the first blank one; without any the error names `prompt`.
     question = [*filled, *names, "prompt"][0]
     used = [question]
     is_part = question in ("instruction", "question", "input")
@@ -2039,8 +2050,6 @@ def templated_turns(tokenizer, turns):
             if is_rendered(chat_text(tokenizer, formed, False), turns):
                 return formed
             first = first or formed
-            if formed == turns:
-                break
     return first or turns
 
 
@@ -2081,7 +2090,7 @@ def fitted_turns(tokenizer, turns, notes):
     for _, _, *more in turns:
         fields |= dict(*more)
     written = ["role", "content", "train", "tool_calls", *THOUGHTS]
-    if not has_template or not turns[0][0]:
+    if not has_template or not turns[0][0]:  # no role: a plain text, which no template renders
         note_fields(fields, written, "message.", notes)
         return turns
     turns = templated_turns(tokenizer, turns)
@@ -2188,11 +2197,11 @@ def problem_of(row, notes):
         raise RowError(f"field {used[0]!r} does not end with a user's message")
     if not turns[-1][1].strip():
         raise RowError("blank prompt")
-    prompt = turns[0][1]
+    prompt = turns[0][1]  # one turn stays a text, unless the row has it as a message
     if len(turns) > 1 or isinstance(given[used[0]], list):
         prompt = [turn_message(turn) for turn in turns]
     problem = {**row, "prompt": prompt, "answer": answer}
-    query_turns(problem)
+    query_turns(problem)  # for its error: of `system` and `tools`
     return problem
 
 
@@ -2444,8 +2453,8 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     beta = beta.to(dtype)[..., None]
     q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
     # float64: after strong decay a difference of float32 sums would have few digits left.
-    total = g.double().cumsum(-2)
-    grow = total.to(g.dtype).exp()
+    total = g.double().cumsum(-2)  # G
+    decay = total.to(g.dtype).exp()  # exp(G): what is left of the state before the chunk
     # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
     # a gradient through exp(G_i - G_i) would cancel only up to rounding.
     eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
@@ -2455,14 +2464,14 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
     p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
-    w = inverse @ (kb * grow).to(dtype)
+    w = inverse @ (kb * decay).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
-    eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - k_out.mT @ w
+    eye_k = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+    factors = decay[..., -1:, :] * eye_k - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
-    o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
+    o = (q * decay).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)
 
@@ -2650,6 +2659,8 @@ class Attention(nn.Module):
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
         self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        # Queries and keys can be normed in two ways: ours, plain with a gain for each head
+        # (qk_gain_init), and Qwen3's, with weights (qk_norm).
         gain = torch.full((heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
         self.q_norm = self.k_norm = nn.Identity()
@@ -2797,9 +2808,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
 
-    Its input is the stream after `mix`.
+    `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
 
     def __init__(self, config, norm):
@@ -2952,13 +2963,14 @@ class GPT(nn.Module):
         skips = []
         x0 = x
         for place, (block, mixer) in enumerate(self.layers):
+            # U-Net: from the middle on a layer adds what its mirror image in the first half gave.
             if skips and place >= half:
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
-            run = block
+            layer = block
             if recompute:
-                run = functools.partial(activation_checkpoint, block, use_reentrant=False)
-            x = run(x, x0, mixer, context.of_layer(place))
+                layer = functools.partial(activation_checkpoint, block, use_reentrant=False)
+            x = layer(x, x0, mixer, context.of_layer(place))
             if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
@@ -3287,6 +3299,8 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[param]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(param)
+                # The rows of each matrix, or of the only one. The parts are views, through which
+                # step_batch writes into the parameter and its buffer.
                 splits = getattr(param, "splits", len(param))
                 parts = (x.split(splits) for x in (param, param.grad, state["momentum_buffer"]))
                 for triple in zip(*parts, strict=True):
@@ -3296,7 +3310,7 @@ class Muon(torch.optim.Optimizer):
                 self.step_batch(group, *zip(*triples, strict=True))
 
     def step_batch(self, group, matrices, grads, buffers):
-        """Update matrices of one shape, and their momentum."""
+        """Update `matrices`, N of shape (R, C), and their momentum, `buffers`, in place."""
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         # Nesterov: (N, R, C)
         update = torch.stack(grads).lerp(torch.stack(buffers), group["momentum"])
@@ -3393,8 +3407,8 @@ OPTIMIZERS = {
     "adafactor": functools.partial(torch.optim.Adafactor, eps=(None, 0.02)),
     "lion": Lion,
 }
-# Parameters whose class for the optimizers is not tensor_class's, which the artifact goes by; by the
-# last part of their names.
+# Last part of a parameter's name -> its class for the optimizers, where it differs from tensor_class.
+# The artifact always goes by tensor_class.
 PARAMETER_CLASSES = {
     "lora_a": "adapter",  # in the scripts that fine-tune
     "lora_b": "adapter",
@@ -3463,7 +3477,7 @@ class OptimizerState:
         self.state = collections.defaultdict(dict)  # parameter -> its state, of all optimizers
         grouped = []
         for optimizer in optimizers:
-            optimizer.state = self.state
+            optimizer.state = self.state  # one dict for all: a state is found by its parameter
             for group in optimizer.param_groups:
                 grouped += group["params"]
         assert len(grouped) == len(params) and set(grouped) == set(params.values())
@@ -3518,13 +3532,13 @@ class Clock(Stateful):
     def __init__(self, settings, runtime, replay=()):
         self.iterations = len(replay) or settings.iterations or math.inf
         self.limit = math.inf if replay else settings.max_wallclock_seconds or math.inf
-        self.budget = self.limit - settings.reserve_seconds
+        self.budget = self.limit - settings.reserve_seconds  # for steps; the reserve is for the end
         self.runtime = runtime
         self.replay = replay
         self.before = 0.0  # seconds that had passed when the clock was last stopped
         self.started = None  # perf_counter when it was last started; None while it stands still
-        self.seconds = [0.0]  # rank 0's seconds at the end of each reported step
-        self.used = []  # progress of each step, for a replay
+        self.seconds = [0.0]  # rank 0's clock at the begin, and at the end of each reported step
+        self.used = []  # what `progress` has returned for each step; a replay reads it
         self.packet = None  # report on its way: loss, norm, stop, seconds
         self.arrived = None  # CUDA event: the packet is on the host
 
@@ -3624,13 +3638,15 @@ class Clock(Stateful):
         progress = min(1.0, self.planned_share(step))
         if step:
             progress = max(progress, self.used[step - 1])
-        if self.replay:
+        if self.replay:  # what the other run used, whatever this clock says
             progress = self.replay[step]
         self.used[step:] = [progress]  # a resumed run replaces what came after its step
         return progress
 
     def is_last(self, step):
-        """Return whether the run is over: `step` would pass ITERATIONS or the budget."""
+        """Return whether the run is over after `step` steps: one more would pass ITERATIONS or the
+        budget.
+        """
         return self.planned_share(step) > 1
 
     def end_reason(self, step):
@@ -3669,8 +3685,8 @@ def warmdown_share(settings):
     for name in UNUSED_BY_SCHEDULE.get(schedule, ()):
         value = getattr(settings, name)
         default = getattr(Settings, name)
-        is_none = schedule == "constant" and not value  # it has no warmdown anyway
-        if value != default and not is_none:
+        asks_for_none = schedule == "constant" and not value  # it has no warmdown anyway
+        if value != default and not asks_for_none:
             raise UserError(
                 f"{name.upper()}={value}: must be {default} with LR_SCHEDULE={schedule}"
             )
@@ -3724,8 +3740,8 @@ class Plan(Stateful):
         self.phases = {}  # name of each phase that has begun -> its record in result.json
 
     def rates(self, progress):
-        """Return the multiplier of all learning rates: it rises to 1 in the warm-up, and falls to
-        LR_FLOOR in the warmdown.
+        """Return one number, which multiplies all learning rates: it rises to 1 in the warm-up, and
+        falls to LR_FLOOR in the warmdown.
 
         No step is spent at 0: a step of the warm-up has the rate of its end, but a tenth at least,
         and one of the warmdown that of its begin.
@@ -3745,7 +3761,7 @@ class Plan(Stateful):
         return settings.lr_floor + (1 - settings.lr_floor) * multiplier
 
     def begin_phases(self, step, progress):
-        """Return the names of the phases that begin with this step, and count it for those on.
+        """Begin the phases that are due, and count the step in those that are on; return the new names.
 
         Call it once a step, before the forward; `is_on` answers for the same step. Progress alone
         decides, so that a replay repeats it.
@@ -3774,6 +3790,7 @@ class Plan(Stateful):
 
     def is_on(self, name):
         """Return whether a phase has begun and is on in the present step."""
+        # A resumed run may have begun a phase that its settings no longer plan.
         has_begun = name in self.planned and name in self.phases
         return has_begun and self.progress <= self.planned[name][1]
 
@@ -3905,7 +3922,7 @@ def quantize_all(tensors, table):
 def swapped(params, values):
     """Inside, `params` hold `values`; afterwards, also after an exception, their old values."""
     params = [param.detach() for param in params]  # the same memory, which may be written in place
-    originals = torch._foreach_mul(params, 1)
+    originals = torch._foreach_mul(params, 1)  # copies, by few operations
     try:
         torch._foreach_copy_(params, list(values))
         yield
@@ -4828,8 +4845,9 @@ def remove_repeated(folder, step):
         for line in path.read_bytes().splitlines(keepends=True):
             with contextlib.suppress(ValueError):  # a line that was cut when the process was killed
                 row = json.loads(line)
+                # Rows of trained steps have a train_time, samples of training the phase "train".
                 is_score = "train_time" not in row and row.get("phase") != "train"
-                is_made_again = is_score and 0 < row["step"] == step
+                is_made_again = is_score and row["step"] == step > 0
                 if row["step"] <= step and not is_made_again:
                     kept.append(line)
         replace_file(path, b"".join(kept))
@@ -5003,7 +5021,7 @@ class Run(Stateful):
         self.saved_step = -1  # the last one at which `save` was called
         # Why training has ended: "iterations", "clock", "replay", "signal" or a word of the script.
         self.ended = ""
-        # Of the run's begin: you may change the script and commit while it trains.
+        # Read now, because the script and the commit may change while the run trains.
         self.source = Path(__file__).read_bytes()
         self.machine = describe_machine(self.runtime)
         self.code_bytes = count_code(settings, self.source)
@@ -5022,6 +5040,7 @@ class Run(Stateful):
             check_identity(self.identity, meta["identity"])  # on all ranks
             self.changed = changed_settings(self.settings, meta["settings"])
         if self.runtime.rank == 0:
+            # A new run wants an empty folder right in OUT_DIR; an empty RUN_ID stands for the date.
             run_id = self.settings.run_id
             if checkpoint is None and (any(self.folder.glob("*")) or Path(run_id).name != run_id):
                 raise UserError(
@@ -5227,7 +5246,7 @@ def count_skipped(run, report):
         error = f"{run.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
     else:
         return
-    if run.skipped_steps == run.step:
+    if run.skipped_steps == run.step:  # every step so far
         error += (
             f", from the first step on: INIT_FROM={run.settings.init_from!r} or the data are bad"
         )
@@ -5237,7 +5256,7 @@ def count_skipped(run, report):
 
 
 def log_step(run, metrics, loss_name="loss"):
-    """Log the step before, if its report has come; with a signal that a rank has got the run ends.
+    """Log the last finished step, unless that was done. A signal on any rank sets run.ended.
 
     metrics: name -> number or 0-d tensor, of that step.
     """
@@ -5248,7 +5267,7 @@ def log_step(run, metrics, loss_name="loss"):
     count_skipped(run, report)
     if report.stop_requested:
         run.ended = "signal"
-    step_seconds = report.seconds / run.step
+    step_seconds = report.seconds / run.step  # the number of the reported step
     steps_left = run.clock.iterations - run.step
     seconds_left = min(run.clock.budget - report.seconds, steps_left * step_seconds)
     values = {
@@ -5263,7 +5282,7 @@ def log_step(run, metrics, loss_name="loss"):
 
 def leave_stopped(run, stop_signal):
     """Log that a signal stopped the run, and where RESUME continues it; return the exit code."""
-    number = signal.Signals(stop_signal.number or signal.SIGTERM)
+    number = signal.Signals(stop_signal.number or signal.SIGTERM)  # 0: another rank got it
     run.log(f"stopped by {number.name} after step {run.step}: {saved_state(run.folder)}")
     run.runtime.leave()
     return 128 + number
@@ -5334,7 +5353,7 @@ def result_errors(run, result):
     scores = {name: result[name] for name in result if name.startswith(("val_loss", "val_bpb"))}
     for group in ("before", "after", "packed"):
         for name, value in result.get(group, {}).items():
-            # A mean comes before its interval, which one row does not have.
+            # Of scripts that fine-tune: a mean, or a list of a mean and its interval.
             scores[f"{group} {name}"] = np.ravel(value)[0]
     bad = [name for name, score in scores.items() if not math.isfinite(score)]
     return errors + [f"the score {name} is not finite" for name in bad]
@@ -5635,7 +5654,7 @@ def draw(logits, temperature, uniform, truncate=None):
     """
     if temperature < LEAST_TEMPERATURE:
         best, picks = logits.max(-1)
-        return picks, 0.0 * best
+        return picks, 0.0 * best  # NaN where the logit is not finite: generate raises then
     chances = (logits / temperature).softmax(-1)
     if truncate:
         chances = truncate(chances)
@@ -5713,7 +5732,7 @@ def texts_at_once(network, tokens):
     if network.embed.is_cuda:
         memory = torch.cuda.get_device_properties(network.embed.device).total_memory // 8
     width = config.num_kv_heads * config.attention_width
-    cache = 8 * width * len(network.layers) * (tokens + ROOM)
+    cache = 8 * width * len(network.layers) * (tokens + ROOM)  # keys and values, 4 bytes a number
     logits = 4 * config.vocab_size
     return max(1, int(min(4096, min(memory, 1 << 30) // logits, memory // cache)))
 
@@ -5744,16 +5763,16 @@ def generate(
         texts -= texts % count  # whole groups
     for start in range(0, len(samples), texts):
         rows = range(start, min(start + texts, len(samples)))
-        first = start // count
-        # Those that the decoder goes on with.
-        live = samples[start : rows.stop]
+        first = start // count  # number of the first row's prompt
+        live = samples[start : rows.stop]  # those of the decoder's rows; ended ones leave both
         uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        # Each prompt is read once; then its cache is copied for each of its samples.
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
         picks = None
-        step = 0
+        step = 0  # tokens behind the prompt so far, drawn or told
         while step < max_new_tokens:
-            if step:
+            if step:  # the prompts have given the first logits
                 decoder(picks)
             numbers = uniform.numbers(step).to(decoder.logits.device)
             picks, logps = draw(decoder.logits, temperature, numbers, truncate)
@@ -5964,6 +5983,7 @@ def with_mark(functions, spec):
     mark, *others = load_reward_functions(spec, "MARK")
     if others or mark.weight != 1:
         raise UserError(f"MARK={spec!r}: must be one function, and has no weight")
+    # MARK is also in REWARD: it goes to the front and keeps its weight; the others stay in order.
     if mark.call in [function.call for function in functions]:
         return sorted(functions, key=lambda function: function.call is not mark.call)
     mark.weight = 0.0
@@ -6152,8 +6172,8 @@ def weigh(functions, answers):
 def is_right(answer, functions):
     """Return whether an answer is right: the reward of the first function is 1 or more.
 
-    Not their sum: parts that are no proof of a right answer could add up to 1. Without functions, in a
-    conversation, it is that of the environment.
+    Their sum does not decide: parts that are no proof of a right answer could add up to 1. In a
+    conversation, which has no functions, the sum of the environment's rewards does.
     """
     value = answer.rewards[functions[0].name] if functions else answer.reward
     return value is not None and value >= 1
@@ -6230,9 +6250,9 @@ def split_problems(settings, check=unchecked, log=print):
     of a line or of a RowReport. Raises UserError.
     """
     reward = f"{settings.reward},{settings.mark}"
-    has_teacher = getattr(settings, "teacher", "") and settings.kd_alpha == 1
-    if has_teacher or getattr(settings, "reward_model", ""):
-        reward = ""  # it marks answers, and nothing is learned from it
+    only_teacher = getattr(settings, "teacher", "") and settings.kd_alpha == 1
+    if only_teacher or getattr(settings, "reward_model", ""):
+        reward = ""  # it marks answers, and nothing is learned from it: rows without one train, too
     held_out = read_problems("VAL_FILES", settings.val_files, reward, check, log)
     problems = read_problems("TRAIN_FILES", settings.train_files, reward, check, log)
     train = {}
@@ -6260,10 +6280,10 @@ def split_problems(settings, check=unchecked, log=print):
     train = [{**columns, **problem} for problem in train.values()]
     held_out = [{**columns, **problem} for problem in held_out.values()]
     random.Random(settings.seed).shuffle(train)
-    choice = []  # without averages every problem trains
+    choice = []  # without averages there is nothing to choose, and every problem trains
     if settings.ema or settings.swa:
         count = min(CHOICE_PROBLEMS, len(train) // 10)
-        choice = train[:count] or train
+        choice = train[:count] or train  # of fewer than 10 all choose, and all train
         train = train[count:]
     if len(held_out) > settings.eval_prompts:
         log(f"data: of {len(held_out)} held-out problems the first {settings.eval_prompts} score")
@@ -6271,19 +6291,19 @@ def split_problems(settings, check=unchecked, log=print):
 
 
 @functools.lru_cache(2)
-def pass_order(count, seed, number):
-    """Return the order of `count` problems in a pass: the first one takes them as they are."""
-    if number == 0:
+def pass_order(count, seed, epoch):
+    """Return the order of `count` problems in an epoch: the first one takes them as they are."""
+    if epoch == 0:
         return range(count)
-    return np.random.default_rng([seed, number]).permutation(count).tolist()
+    return np.random.default_rng([seed, epoch]).permutation(count).tolist()
 
 
 def problems_of_step(problems, step, count, seed):
     """Return the `count` problems of a step: each pass has all of them, in an order of its own."""
     chosen = []
     for number in range(step * count, (step + 1) * count):
-        passes, place = divmod(number, len(problems))
-        chosen.append(problems[pass_order(len(problems), seed, passes)[place]])
+        epoch, place = divmod(number, len(problems))
+        chosen.append(problems[pass_order(len(problems), seed, epoch)[place]])
     return chosen
 
 
@@ -6725,6 +6745,7 @@ class Rollout:
         groups some updates had few answers to learn from, and a step taught less (docs/lab/2026-11.md,
         2026-11-27).
         """
+        # The first answers to all prompts, then the second ones, and so on.
         answers = [*itertools.chain(*zip(*self.groups, strict=True))]
         return groups_of(answers, len(answers) // count)
 
@@ -6778,10 +6799,12 @@ def groups_of(answers, size):
 
 
 def token_row(answer):
-    """Return what a batch has of an Answer by name, see make_batches: a number for each token that
-    another one follows, of `advantages` maybe one for all.
+    """Return an Answer's row of a batch, by name, see make_batches.
+
+    Place i reads token i and predicts token i + 1, so the last token has no place. `advantages` has a
+    number for each place, or one for all.
     """
-    before = len(answer.prompt) - 1  # tokens that another one of the prompt follows
+    before = len(answer.prompt) - 1  # places that predict a token of the prompt: no loss there
     pairs = zip(answer.ids, answer.logps, strict=True)
     drawn = [-1 if logp is None else token for token, logp in pairs]
     return {
@@ -7026,7 +7049,9 @@ class PolicyTrainer:
         self.stop = stop_ids(tokenizer)
         self.compiled = settings.compile  # whether steps of sampling are
         self.steps = 0  # of train_step and train so far
-        self.is_training = True  # in the script; at its end a fault of an environment is no error
+        self.is_training = (
+            True  # choose_policy ends it: then no fault of an environment ends the run
+        )
 
     def add_columns(self, queries):
         """Take note of the columns of queries, so that a function gets all of them on each rank."""
@@ -7051,7 +7076,8 @@ class PolicyTrainer:
         return prompt
 
     def score(self, answers, functions):
-        """Fill in `reward` and `rewards` of answers by RewardFunctions; return the first (n,), float64.
+        """Fill in `rewards` of answers by RewardFunctions, and `reward`, their sum; return the sums (n,),
+        float64.
 
         All ranks call it together, perhaps without an answer. Raises UserError on all ranks.
         """
@@ -7188,8 +7214,10 @@ class Exam(Stateful):
         return runtime.sum(table)
 
     def scores(self, trainer, qat=False):
-        """Return scores by problem, (n,) each: greedy, mean and best of EVAL_SAMPLES samples, and the
-        mean of each reward of these, NaN where it applies to none.
+        """Return scores by problem, (n,) each, and keep answers in `answers`, for samples.jsonl.
+
+        Scores: greedy; mean and best of EVAL_SAMPLES samples; the samples' mean of each reward, NaN
+        where it applies to none.
         """
         temperature = trainer.settings.temperature
         likeliest, greedy, _ = self.graded(trainer, self.problems, 1, 0.0, qat)
@@ -7328,8 +7356,9 @@ def begin_run(run, trainer, exam, samples, checkpoint):
         "loss is about 0, but its gradient is not; look at the rewards"
     )
     if checkpoint:
+        # These may be missing: the checkpoint may be of a run without EMA, SWA or KL_BETA.
         run.load(checkpoint, ("ema", "swa", "reference"))
-        if settings.compile:  # outside the clock
+        if settings.compile:  # the first sampling compiles: now, outside the clock, not in a step
             exam.scores(trainer)
     else:
         run.log(
@@ -7448,7 +7477,9 @@ def score_end(run, trainer, exam, samples):
 
 # === shared: environment ===
 STEP_SECONDS = 5.0  # that a method of an environment may take
-HUNG_CALLS = 10  # that take longer, less a tenth of the others: no more calls are made then
+# A call that takes longer counts 1, and any other takes 0.1 away. Above this the environment is called
+# no more: a run of 5 s for every call would not end.
+HUNG_CALLS = 10
 # Conversations with this seed and the next ones score the policy. All seeds are below 2**31: NumPy
 # takes no more than 32 bits, and a C int has a sign.
 HELD_OUT_SEED = 1 << 30
@@ -7469,6 +7500,7 @@ def find_problems(settings, check=unchecked, log=print):
 
     They are those of split_problems or, of an environment, seeds. Raises UserError.
     """
+    # A setting that would have no effect must have its default.
     where = "with ENVIRONMENT"
     unread = ("train_files", "val_files", "reward", "mark", "reward_seconds")
     if not settings.environment:
@@ -7480,6 +7512,7 @@ def find_problems(settings, check=unchecked, log=print):
             raise UserError(f"{name.upper()}={value!r}: not read {where}")
     if not settings.environment:
         return split_problems(settings, check, log)
+    # Held-out seeds are the same in every run. SEED decides where the 65,536 seeds to train on begin.
     held_out = range(HELD_OUT_SEED, HELD_OUT_SEED + settings.eval_prompts)
     choice = range(held_out.stop, held_out.stop + CHOICE_PROBLEMS)
     first = (settings.seed << 16) % HELD_OUT_SEED
@@ -7496,11 +7529,11 @@ def call_within(seconds, function, *arguments):
     """
     if threading.current_thread() is not threading.main_thread():
         return function(*arguments)
-    running = [True]
+    running = [True]  # emptied at the end: a late signal does nothing then
 
     def interrupt(number, frame):
         if running:
-            signal.setitimer(signal.ITIMER_REAL, 1e-5)
+            signal.setitimer(signal.ITIMER_REAL, 1e-5)  # again, if the user's code catches this one
             if frame.f_globals is not globals():  # the script's own code cleans up
                 raise TimeoutError(f"took more than {seconds} s")
 
@@ -7552,6 +7585,7 @@ class Episode(Answer):
         self.starts = [0]  # number of ids before each answer
         self.turn_advantages = []  # of the answers, where each has its own
         self.environment = self.call(trainer.environment)
+        # After a fault of reset the prompt is "?": it is sampled like others, and nothing is learned.
         self.first_text = "?"
         self.prompt = self.call(self.reset, seed) or asked_ids(self.tokenizer, [("<|user|>", "?")])
 
@@ -7765,10 +7799,11 @@ def group_advantages(rewards, scale, batch_std):
     """Return rewards (P, G) minus their group's mean, divided by a standard deviation.
 
     That is their group's (of a sample, + 1e-4; arXiv 2402.03300, section 4.1.2), `batch_std`, or
-    with scale "none" 1 (Dr. GRPO, 2503.20783). Leave-one-out (RLOO) is scale "none" times G / (G - 1).
+    with scale "none" 1 (Dr. GRPO, 2503.20783). A leave-one-out mean multiplies `centred` by G / (G - 1)
+    (RLOO: with scale "none"). turn_advantages calls this, too.
     """
     centred = rewards - rewards.mean(1, keepdim=True)
-    # A group of one reward has advantages of exactly 0, so teaches_nothing finds it. Equal sums of
+    # If all rewards of a group are equal its advantages are exactly 0: teaches_nothing asks. Equal sums of
     # different parts, such as 0.3 and 0.1 + 0.2, differ in their last digits.
     noise = 32 * torch.finfo(rewards.dtype).eps * rewards.abs().amax(1, keepdim=True)
     centred = torch.where(centred.abs() > noise, centred, 0.0)
@@ -7894,7 +7929,7 @@ class GSPOTrainer(PolicyTrainer):
         return answers
 
     def score(self, answers, functions):
-        """Fill in `reward` and `rewards` of answers; return the first (n,). See PolicyTrainer.
+        """Fill in `rewards` and `reward` of answers; return each `reward` (n,). See PolicyTrainer.
 
         It marks held-out conversations by the plain sum of their rewards; episode_rewards, by which
         they train, discounts them. Raises RewardFault if more than a tenth of them have a fault, but not
@@ -7903,7 +7938,7 @@ class GSPOTrainer(PolicyTrainer):
         if self.environment:
             rewards = score_episodes(self, answers)
             if self.is_training:
-                episode_metrics(self, answers)
+                episode_metrics(self, answers)  # for its error: more than a tenth have a fault
             return rewards
         return super().score(answers, functions)
 
@@ -7911,9 +7946,9 @@ class GSPOTrainer(PolicyTrainer):
     def rollout(self, queries, step, qat=False):
         """Return the Rollout of this rank's share of a step's queries, with answers' advantages.
 
-        Its metrics are of these answers. Those that RESAMPLE_ROUNDS draws are chosen by their rewards:
-        only zero_variance, the share of groups from which nothing is learned, is of what is left
-        then, and resampled has the groups that were replaced, per group of the step.
+        Its metrics are taken before RESAMPLE_ROUNDS, which chooses answers by their rewards. Two are
+        taken after it: zero_variance, the share of groups from which nothing is learned, and resampled,
+        the number of replaced groups divided by the groups of the step.
         """
         settings = self.settings
         runtime = self.runtime
@@ -7941,8 +7976,10 @@ class GSPOTrainer(PolicyTrainer):
         """Return GROUP_SIZE Answers to each query, by query, their rewards (queries, GROUP_SIZE), and
         the seconds that it took to sample them.
 
-        What is added to the rewards here trains, in conversations, too, and marks nothing. CREDIT=turn
-        does not see it: its advantages are of the environment's rewards.
+        What is added to the rewards here trains, in conversations, too, and marks nothing: `reward` in
+        the log has it, held-out scores and samples.jsonl do not. If it differs among answers that are
+        all wrong, their group teaches something, also to zero_variance, RESAMPLE_ROUNDS and the dead
+        start. CREDIT=turn does not see it: its advantages are of the environment's rewards.
         """
         begin = time.perf_counter()
         size = self.settings.group_size
@@ -7968,7 +8005,7 @@ class GSPOTrainer(PolicyTrainer):
         answers = itertools.chain(*groups)
         for answer, advantage in zip(answers, advantages.flatten().tolist(), strict=True):
             answer.advantage = advantage
-        if settings.credit == "turn":
+        if settings.credit == "turn":  # these take precedence, see Episode.advantages
             credit_turns(self, groups)
 
     def resample(self, groups, rewards, seeds, others, qat):
@@ -7990,9 +8027,7 @@ class GSPOTrainer(PolicyTrainer):
             seeds = [(seed, step, number + size) for seed, step, number in seeds]
             places = silent.nonzero().flatten().tolist()
             new_seeds = [seeds[place] for place in places]
-            drawn = [
-                others[np.random.default_rng(seed).integers(len(others))] for seed in new_seeds
-            ]
+            drawn = [others[np.random.default_rng(key).integers(len(others))] for key in new_seeds]
             new_groups, new_rewards, _ = self.rewarded_answers(drawn, new_seeds, qat)
             rewards[places] = new_rewards
             for place, group in zip(places, new_groups, strict=True):
@@ -8002,9 +8037,11 @@ class GSPOTrainer(PolicyTrainer):
 
     @torch.no_grad()
     def batches_of(self, answers):
-        """Return batches of the answers of a mini-batch, with log-probabilities before the update.
+        """Return batches of the answers of a mini-batch from which something is learned, with `old`,
+        their log-probabilities before the update, and those of the reference and the teacher.
 
-        They are the training forward's: the sampler's last digits would count in a narrow band.
+        `old` is computed again, by the forward that trains. The sampler's differ in their last digits:
+        a ratio would not begin at 1, and in a narrow band that would count.
         """
         if self.environment:  # of an episode with a fault nothing is learned, no KL_BETA either
             answers = [episode for episode in answers if not episode.fault]
@@ -8070,7 +8107,7 @@ def main():
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device)
-    prompts_unit(settings, runtime.world_size)
+    prompts_unit(settings, runtime.world_size)  # for its error, before anything is loaded
     functions = load_reward_functions(settings.reward)
     environment = None
     if settings.environment:

@@ -76,9 +76,11 @@ def open_streams():
     libraries print.
     """
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))
-    sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr always does
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_stream(stream):
@@ -150,7 +152,10 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    facts: dict  # of ENCODINGS, or of the file of an imported model (see convert.py)
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Of an imported model's file (see convert.py) also
+    # ranks or sentencepiece; added, flags, nfc, normalized, begins_with_bos, which encode texts; stop,
+    # ids that end an answer; template, tool_template, names, which render conversations.
+    facts: dict
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
     encode: Callable = None  # see set_encoders; this and what follows are of add_encoder

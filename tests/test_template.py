@@ -135,6 +135,20 @@ def test_a_field_that_a_template_demands_is_written():
     assert {name for kind, name in notes if kind == "not used"} == {"message.name"}
 
 
+def test_arguments_are_a_text_for_a_template_that_prints_them_as_they_are():
+    """Beside a content, too: Python's own form of a dict would stand in the prompt."""
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    tokenizer = SimpleNamespace(facts={"template": source, "names": {}, "added": {}, "stop": []})
+    calls = [{"function": {"name": "f", "arguments": {"x": 1}}}]
+    for content in ("See", None):
+        message = {"role": "assistant", "content": content, "tool_calls": calls}
+        turns = S.fitted_turns(tokenizer, [TALK[1], S.message_turn(message, set())], set())
+        assert S.chat_text(tokenizer, turns, False) == "Hi <b>" + (content or "") + 'f{"x": 1}'
+
+
 def test_jinja2_is_named_if_it_is_missing(monkeypatch):
     monkeypatch.setitem(S.sys.modules, "jinja2", None)
     refusal(S.UserError, "needs jinja2: pip install jinja2", S.template_process.__wrapped__)

@@ -222,8 +222,8 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     beta = beta.to(dtype)[..., None]
     q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta))
     # float64: after strong decay a difference of float32 sums would have few digits left.
-    total = g.double().cumsum(-2)
-    grow = total.to(g.dtype).exp()
+    total = g.double().cumsum(-2)  # G
+    decay = total.to(g.dtype).exp()  # exp(G): what is left of the state before the chunk
     # Above the diagonal exp would overflow; below it no gap is positive. On it D is constant:
     # a gradient through exp(G_i - G_i) would cancel only up to rounding.
     eye = torch.eye(chunk, dtype=g.dtype, device=g.device)
@@ -233,14 +233,14 @@ def gdn_chunk(q, k, v, g, beta, state=None, chunk=32):
     inverse = unit_inverse(eye + kb @ k.mT * below, eye).to(dtype)
     p = (q @ k.mT * (below + eye)).to(dtype)
     u = inverse @ (beta * v)
-    w = inverse @ (kb * grow).to(dtype)
+    w = inverse @ (kb * decay).to(dtype)
     k_out = (k * (total[..., -1:, :] - total).to(g.dtype).exp()).to(dtype)
-    eye = torch.eye(dim_k, dtype=g.dtype, device=g.device)
-    factors = grow[..., -1:, :] * eye - k_out.mT @ w
+    eye_k = torch.eye(dim_k, dtype=g.dtype, device=g.device)
+    factors = decay[..., -1:, :] * eye_k - k_out.mT @ w
     terms = (k_out.mT @ u).to(g.dtype)
     states = gdn_scan(factors, terms, state.flatten(0, 1))
     before = states[:-1].to(dtype)
-    o = (q * grow).to(dtype) @ before + p @ (u - w @ before)
+    o = (q * decay).to(dtype) @ before + p @ (u - w @ before)
     o = o.unflatten(1, (b, h)).movedim((0, 2), (1, 3)).flatten(1, 2)  # (B, N * C, H, V)
     return o[:, :t], states[-1].view_as(state)
 
@@ -428,6 +428,8 @@ class Attention(nn.Module):
         self.w_qkv = matrix(tuple(count * width for count in self.parts), dim)
         self.bias = nn.Parameter(torch.zeros(len(self.w_qkv))) if config.qkv_bias else None
         self.w_o = nn.Parameter(torch.zeros(dim, heads * width))
+        # Queries and keys can be normed in two ways: ours, plain with a gain for each head
+        # (qk_gain_init), and Qwen3's, with weights (qk_norm).
         gain = torch.full((heads,), config.qk_gain_init)
         self.q_gain = nn.Parameter(gain) if config.qk_gain_init else None
         self.q_norm = self.k_norm = nn.Identity()
@@ -575,9 +577,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its mixer, which may be shared: norms, MLP, and learned scales.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
 
-    Its input is the stream after `mix`.
+    `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
 
     def __init__(self, config, norm):
@@ -730,13 +732,14 @@ class GPT(nn.Module):
         skips = []
         x0 = x
         for place, (block, mixer) in enumerate(self.layers):
+            # U-Net: from the middle on a layer adds what its mirror image in the first half gave.
             if skips and place >= half:
                 skip = skips.pop()
                 x = x + scaled(skip, self.skip[len(skips)])
-            run = block
+            layer = block
             if recompute:
-                run = functools.partial(activation_checkpoint, block, use_reentrant=False)
-            x = run(x, x0, mixer, context.of_layer(place))
+                layer = functools.partial(activation_checkpoint, block, use_reentrant=False)
+            x = layer(x, x0, mixer, context.of_layer(place))
             if config.unet_skips and place < half:
                 skips.append(x)
         return self.final_norm(x)
