@@ -303,9 +303,10 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Of an imported model's file (see convert.py) also
-    # ranks or sentencepiece; added, flags, nfc, normalized, begins_with_bos, which encode texts; stop,
-    # ids that end an answer; template, tool_template, names, which render conversations.
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
+    # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
+    # begins_with_bos, which encode texts; stop, the ids that end an answer; template, tool_template,
+    # names, which render conversations; unused_templates, template_end.
     facts: dict
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
@@ -736,10 +737,10 @@ def compile_template(source):
 def chat_text(tokenizer, turns, ask):
     """Return the text of turns by the chat template of an imported model, as transformers has it.
 
-    A turn is (role token, text), or (role token, text, fields): fields is a dict of what a message has
-    beside its text, and the template gets it in place of the text. Code takes a turn apart as role,
-    text, *fields; dict(*fields) is that dict, or {}. The first may be a message of the role `tools`, whose
-    content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
+    A turn is (role token, text), or (role token, text, fields). `fields` is a dict of the message's own
+    fields, `content` among them; for the template they override the role and the text. Code takes a
+    turn apart as role, text, *fields; dict(*fields) is that dict, or {}. The first message may have the
+    role `tools`; its content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
     Raises UserError.
     """
     messages = [
@@ -1332,7 +1333,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share
+    blocks, mixers or both.
 
     `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """

@@ -2,7 +2,7 @@
 
     python quantize.py info runs/<RUN_ID>/model.upar --tensors           # what its bytes are spent on
     python quantize.py verify runs/<RUN_ID>/model.upar runs/<RUN_ID> --weights ema
-    python quantize.py pack runs/<RUN_ID> small.upar --bits 4            # the same with 4 bits, to nearest
+    python quantize.py pack runs/<RUN_ID> small.upar --bits 4            # a run's weights in 4 bits
     python quantize.py bitdelta runs/<BASE> runs/<TUNED> tuned.delta     # 1 bit a weight; deltaquant: 1 to 8
     python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
 
@@ -342,9 +342,10 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Of an imported model's file (see convert.py) also
-    # ranks or sentencepiece; added, flags, nfc, normalized, begins_with_bos, which encode texts; stop,
-    # ids that end an answer; template, tool_template, names, which render conversations.
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
+    # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
+    # begins_with_bos, which encode texts; stop, the ids that end an answer; template, tool_template,
+    # names, which render conversations; unused_templates, template_end.
     facts: dict
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
@@ -1108,7 +1109,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share
+    blocks, mixers or both.
 
     `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
@@ -1966,9 +1968,12 @@ def read_delta_header(data):
     check_json(settings, kinds, "the header's settings")
     group = settings["group"]
     require(type(group) is int and group >= -1, f"its group is {group!r:.60}")
-    require(1 <= settings["bits"] <= 8, "its bits are none")
-    require(settings["method"] in ("bitdelta", "deltaquant"), "its method is none")
-    require(settings["scale_bits"] in (16, 32), "its scale_bits are none")
+    require(1 <= settings["bits"] <= 8, "its bits must be 1 to 8")
+    require(
+        settings["method"] in ("bitdelta", "deltaquant"),
+        "its method must be bitdelta or deltaquant",
+    )
+    require(settings["scale_bits"] in (16, 32), "its scale_bits must be 16 or 32")
     return header, file
 
 
@@ -2467,8 +2472,8 @@ def read_text(model, path):
     path = path or model.run.get("data_path")
     if not path:
         raise UserError(
-            f"--data: distillation and --score read shards, and {model.path} names none; "
-            "--distill-steps 0 is without distillation"
+            f"--data: must name a folder of shards, because {model.path} names none; without --score, "
+            "and in bitdelta with --distill-steps 0, no data are needed"
         )
     if ":" in path:
         raise UserError(f"DATA {path!r}: is a mixture; must be one of its folders")
@@ -2733,7 +2738,7 @@ def check_codes(source, model, bits):
 
 
 def measure_tensor(name, source, model):
-    """Return of an artifact's tensor: weights, bytes, entropy in bits, squared error, its coder."""
+    """Return sums about a tensor of an artifact: weights, bytes, entropy in bits, squared error, coder."""
     w = source.tensors[name]
     record = source.header["streams"][name]
     sums = collections.Counter(tensors=1, weights=w.numel(), bytes=record["length"])
@@ -2798,7 +2803,7 @@ def unpack(args):
 
 
 def pack(args):
-    """Write a checkpoint's artifact, every weight at the nearest code, and its tokenizer beside.
+    """Write a checkpoint's artifact, every weight at the nearest code, and its tokenizer beside it.
 
     With --gptq DATA the codes are GPTQ's, for the inputs that training text of that folder gives.
     """
@@ -2808,6 +2813,7 @@ def pack(args):
         raise UserError(
             f"--gptq: the weights of {source.path} are quantized already; give their checkpoint"
         )
+    chosen_bits(source, args.bits)  # for its error, before anything is written
     # First, because packing takes a while: another model's tokenizer may be there.
     copy_tokenizer(read_header(source), args.out, source.path)
     data = pack_model(source, args.bits, args.gptq)
@@ -2830,15 +2836,18 @@ def compare_packed(source, model, bits):
     else:
         check_codes(source, model, bits)
     show(rows)
-    whose = f"of the {model.average} weights of {model.path}"
+    whose = f"{model.average} weights of {model.path}".lstrip()
     if pack_model(model, bits) == path.read_bytes():
-        print(f"{path}: what `pack` makes {whose}, byte for byte")
+        print(f"{path}: what `pack` makes of the {whose}, byte for byte")
     else:
-        print(f"{path}: {whose}, by GPTQ or with steps fitted, or on another machine")
+        print(
+            f"{path}: was made of the {whose}, but by GPTQ, with steps fitted to a limit, or on "
+            "another machine"
+        )
 
 
 def verify(args):
-    """Check that an artifact is whole and, if there is one, made of CHECKPOINT; if not, exit with 1."""
+    """Check that an artifact is whole and, if CHECKPOINT is given, made of it; exit with 1 if not."""
     source = read_packed(args.artifact)
     rebuild(source)
     model = None
@@ -2959,7 +2968,7 @@ def apply(args):
 
 
 # -------------------------------------------------------------------------------------------- main
-# Settings of the environment that an option has replaced. One that is set would be ignored in silence.
+# Settings that an option has replaced. One in the environment is an error: nothing would read it.
 FORMER_SETTINGS = {
     "DATA_PATH": "--data or --gptq",
     "DELTA_BITS": "--bits",
@@ -3001,7 +3010,7 @@ def number_from(low, kind=int):
 
 
 def fail_usage(message):
-    """Raise a mistake in the command line, which argparse would print in several lines."""
+    """Raise UserError for a mistake in the command line; argparse would print several lines."""
     raise UserError(f"{message}; quantize.py COMMAND --help lists a command's arguments")
 
 
@@ -3093,7 +3102,7 @@ def add_delta_commands(commands):
             type=number_from(-1),
             default=group,
             metavar="N",
-            help=f"so many weights of a row share a scale; -1: a row, 0: the matrix (default: {group})",
+            help=f"so many neighbouring weights share a scale; -1: a row, 0: the matrix (default: {group})",
         )
     command.add_argument(
         "--bits", type=int, choices=range(1, 9), default=4, help="bits of a code (default: 4)"

@@ -201,7 +201,7 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(place):
 
 def adapt(place, out, *words, code=0):
     """Return the ended process of tools/adapt.py on a run."""
-    done = start([ROOT / "tools" / "adapt.py", place.of(out), *words], environment())
+    done = start([ROOT / "tools" / "adapt.py", place.of(out), *words], environment(DEVICE=None))
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -239,7 +239,11 @@ def test_ranks_and_rows_do_not_change_test_time_training(place):
         words = [str(ROOT / "tools" / "adapt.py"), str(place.of("adapted")), "--rows", str(rows)]
         children = []
         for rank in rank_environments(ranks):
-            order = dict(words=[*words, "--rank", "2"], cwd=str(ROOT), environ=environment(**rank))
+            order = dict(
+                words=[*words, "--rank", "2"],
+                cwd=str(ROOT),
+                environ=environment(DEVICE=None, **rank),
+            )
             children.append(Child(server(), place.folder, f"adapt_{len(children)}", "", **order))
         assert [child.wait() for child in children] == [0] * ranks, children[0].err
         results.append(place.result("adapted"))

@@ -27,15 +27,16 @@ Where to change what:
     a new setting of the model            Settings, GPTConfig; a field of one name in both, layers read it
     another new setting                   Settings; if a resumed run must keep it, `identity` in main
 Validation calls GPT.forward, too: a term of the loss that is for training alone goes behind
-`if torch.is_grad_enabled()`, or it becomes part of val_bpb; the train_loss of the log has it. In
-training no target is -1; a term that scores have, too, must be 0 where one is. A change of the
-network that adds or drops no weight needs a field of GPTConfig that switches it: without one the
-other scripts would load its artifact as the old network, without an error. The name of a weight
-decides its optimizer and how it is packed: w_* is a matrix (MATRIX_LR, MATRIX_BITS), *embed* an
-embedding, and all others are controls (AdamW at SCALAR_LR, float16 in the artifact). In the log's
-header a setting that differs from its default has a `*`. In the repository a new setting also
-enters OUR_SETTINGS, so that the other scripts refuse it; your own copy needs no entry. Runs from
-before it cannot be resumed.
+`if torch.is_grad_enabled()`, or it becomes part of val_bpb. The train_loss of the log includes such
+a term. In training no target is -1. A term that scores have, too, must be 0 where a target is -1. A
+change of the network that adds or drops no weight needs a field of GPTConfig that switches it;
+without one the other scripts would load its artifact as the old network, without an error. The name
+of a weight decides its optimizer and how it is packed (tensor_class): w_* is a matrix (MATRIX_LR,
+MATRIX_BITS); *embed*, head and ab are embeddings; all others, and tensors with fewer than 16 rows or
+columns, are controls (AdamW at SCALAR_LR, float16 or float32 in the artifact). In the log's header a
+setting that differs from its default has a `*`. In the repository a new setting also enters
+OUR_SETTINGS, so that the other scripts refuse it; your own copy needs no entry. Runs that began
+without the setting cannot be resumed.
 """
 
 # /// script
@@ -1951,7 +1952,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share
+    blocks, mixers or both.
 
     `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
@@ -2704,7 +2706,7 @@ class Clock(Stateful):
         self.replay = replay
         self.before = 0.0  # seconds that had passed when the clock was last stopped
         self.started = None  # perf_counter when it was last started; None while it stands still
-        self.seconds = [0.0]  # rank 0's clock at the begin, and at the end of each reported step
+        self.seconds = [0.0]  # rank 0's clock at the start, and at the end of each reported step
         self.used = []  # what `progress` has returned for each step; a replay reads it
         self.packet = None  # report on its way: loss, norm, stop, seconds
         self.arrived = None  # CUDA event: the packet is on the host
@@ -2911,14 +2913,14 @@ class Plan(Stateful):
         falls to LR_FLOOR in the warmdown.
 
         No step is spent at 0: a step of the warm-up has the rate of its end, but a tenth at least,
-        and one of the warmdown that of its begin.
+        and one of the warmdown that of its start.
         """
         settings = self.settings
         if progress < settings.warmup_frac:
             return max(WARMUP_START, progress / settings.warmup_frac)
         if not self.warmdown:
             return 1.0
-        left = 1 - progress + self.step_share  # share of the run from the begin of this step on
+        left = 1 - progress + self.step_share  # share of the run from the start of this step on
         multiplier = min(1.0, left / self.warmdown)  # linear: from 1 to 0 in the warmdown
         if settings.lr_schedule in ("cosine", "flat_cosine"):
             multiplier = 0.5 - 0.5 * math.cos(math.pi * multiplier)
@@ -4984,7 +4986,7 @@ def warm_up(model, optimizers, batches, settings):
         step_optimizers(optimizers, 0.0, torch.isfinite(norm))
     with torch.no_grad():  # compiles the graph of validation
         model(*next(batches.micro_batches(0)))
-    # A rate of 0 has moved no weight, but moments and counts of steps.
+    # A rate of 0 moved no weight, but it changed the optimizers' moments and counts of steps.
     for optimizer in optimizers:
         optimizer.state.clear()
 
@@ -5132,7 +5134,7 @@ class RowRMSprop(torch.optim.Optimizer):
         _, beta2 = ADAM_BETAS
         for group in self.param_groups:
             lr = torch.as_tensor(group["lr"])
-            lr = lr.clamp(min=group["lr_floor"]) * (lr > 0)  # of a masked step it stays 0
+            lr = lr.clamp(min=group["lr_floor"]) * (lr > 0)  # in a masked step it stays 0
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
@@ -5205,7 +5207,7 @@ def log_gate_shares(network, tokens, log):
 def main():
     """Train, pack and score one model; return the exit code.
 
-    Any UserError comes before step 1, but for a shard with ids beyond the vocabulary.
+    Any UserError comes before step 1, except for a shard with ids beyond the vocabulary.
     """
     begin = time.perf_counter()
     presets = {"ARCH_MODE": ARCH_PRESETS, "OPTIMIZER": OPTIMIZER_PRESETS}
@@ -5249,7 +5251,7 @@ def main():
         "tokenizer_sha256": tokenizer.sha256,
         "data_shares": data.shares,
         "init_from": settings.init_from or None,
-        "holdout_tokens": HOLDOUT_TOKENS,  # a constant, which older checkpoints have here
+        "holdout_tokens": HOLDOUT_TOKENS,  # a constant; older checkpoints have it
     }
     run = Run(settings, runtime, plan, clock, identity, asdict(config))
     handle_stop_signals(run.end_at_once)
@@ -5363,8 +5365,8 @@ def main():
             rounding = quantized(network, quant_table(settings.matrix_bits, exporter.widen))
         with rounding:
             loss = forward_backward(model, batches, run.step, dropout)
-        # Loss and signal travel with the gradients: after it `loss` is the mean over the global batch,
-        # and `stop` is above 0 if any rank got a signal.
+        # Loss and signal travel with the gradients. After reduce_gradients `loss` is the mean over the
+        # global batch, and `stop` is above 0 if any rank got a signal.
         extra = torch.stack([loss, torch.full_like(loss, stop_signal.number)])
         clip = settings.grad_clip_norm
         norm, (loss, stop) = reduce_gradients(gradients(network), runtime, clip, extra)

@@ -975,9 +975,10 @@ class Tokenizer:
     content: bytes  # of that file; its SHA-256 tells tokenizers apart
     bos_id: int
     pieces: list  # bytes that each token decodes to, b"" for boundaries
-    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Of an imported model's file (see convert.py) also
-    # ranks or sentencepiece; added, flags, nfc, normalized, begins_with_bos, which encode texts; stop,
-    # ids that end an answer; template, tool_template, names, which render conversations.
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
+    # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
+    # begins_with_bos, which encode texts; stop, the ids that end an answer; template, tool_template,
+    # names, which render conversations; unused_templates, template_end.
     facts: dict
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
@@ -1408,10 +1409,10 @@ def compile_template(source):
 def chat_text(tokenizer, turns, ask):
     """Return the text of turns by the chat template of an imported model, as transformers has it.
 
-    A turn is (role token, text), or (role token, text, fields): fields is a dict of what a message has
-    beside its text, and the template gets it in place of the text. Code takes a turn apart as role,
-    text, *fields; dict(*fields) is that dict, or {}. The first may be a message of the role `tools`, whose
-    content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
+    A turn is (role token, text), or (role token, text, fields). `fields` is a dict of the message's own
+    fields, `content` among them; for the template they override the role and the text. Code takes a
+    turn apart as role, text, *fields; dict(*fields) is that dict, or {}. The first message may have the
+    role `tools`; its content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
     Raises UserError.
     """
     messages = [
@@ -2023,9 +2024,9 @@ def is_rendered(text, turns):
 def templated_turns(tokenizer, turns):
     """Return turns in the form that the chat template of an imported model writes.
 
-    Templates differ in what they want of a message without text, as the arguments of a call, and as
-    the role of a tool's result: the first form counts that loses none of them. Turns that a template
-    refuses in every form stay as they are.
+    Templates want a message without text, the arguments of a call, and the role of a tool's result in
+    different forms. The first form counts in which the template writes every call and result; if there
+    is none, the first that it does not refuse. If it refuses all, the turns stay as they are.
     """
     if not any(fields for _, _, *fields in turns):
         return turns
@@ -2792,7 +2793,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share
+    blocks, mixers or both.
 
     `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
@@ -3521,7 +3523,7 @@ class Clock(Stateful):
         self.replay = replay
         self.before = 0.0  # seconds that had passed when the clock was last stopped
         self.started = None  # perf_counter when it was last started; None while it stands still
-        self.seconds = [0.0]  # rank 0's clock at the begin, and at the end of each reported step
+        self.seconds = [0.0]  # rank 0's clock at the start, and at the end of each reported step
         self.used = []  # what `progress` has returned for each step; a replay reads it
         self.packet = None  # report on its way: loss, norm, stop, seconds
         self.arrived = None  # CUDA event: the packet is on the host
@@ -3728,14 +3730,14 @@ class Plan(Stateful):
         falls to LR_FLOOR in the warmdown.
 
         No step is spent at 0: a step of the warm-up has the rate of its end, but a tenth at least,
-        and one of the warmdown that of its begin.
+        and one of the warmdown that of its start.
         """
         settings = self.settings
         if progress < settings.warmup_frac:
             return max(WARMUP_START, progress / settings.warmup_frac)
         if not self.warmdown:
             return 1.0
-        left = 1 - progress + self.step_share  # share of the run from the begin of this step on
+        left = 1 - progress + self.step_share  # share of the run from the start of this step on
         multiplier = min(1.0, left / self.warmdown)  # linear: from 1 to 0 in the warmdown
         if settings.lr_schedule in ("cosine", "flat_cosine"):
             multiplier = 0.5 - 0.5 * math.cos(math.pi * multiplier)
@@ -5967,7 +5969,7 @@ def with_mark(functions, spec):
     mark, *others = load_reward_functions(spec, "MARK")
     if others or mark.weight != 1:
         raise UserError(f"MARK={spec!r}: must be one function, and has no weight")
-    # MARK is also in REWARD: it goes to the front and keeps its weight; the others stay in order.
+    # If MARK is also in REWARD, it goes to the front with its weight; the others stay in order.
     if mark.call in [function.call for function in functions]:
         return sorted(functions, key=lambda function: function.call is not mark.call)
     mark.weight = 0.0
@@ -6276,7 +6278,7 @@ def split_problems(settings, check=unchecked, log=print):
 
 @functools.lru_cache(2)
 def pass_order(count, seed, epoch):
-    """Return the order of `count` problems in an epoch: the first one takes them as they are."""
+    """Return the order of `count` problems in a pass over all; the first pass has them as they are."""
     if epoch == 0:
         return range(count)
     return np.random.default_rng([seed, epoch]).permutation(count).tolist()
@@ -7033,9 +7035,8 @@ class PolicyTrainer:
         self.stop = stop_ids(tokenizer)
         self.compiled = settings.compile  # whether steps of sampling are
         self.steps = 0  # of train_step and train so far
-        self.is_training = (
-            True  # choose_policy ends it: then no fault of an environment ends the run
-        )
+        # choose_policy ends it. From then on no fault of an environment ends the run.
+        self.is_training = True
 
     def add_columns(self, queries):
         """Take note of the columns of queries, so that a function gets all of them on each rank."""

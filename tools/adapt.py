@@ -73,7 +73,7 @@ class RowAdapters(TorchFunctionMode):
 def chunk_windows(
     tokens: np.ndarray, begin: np.ndarray, end: np.ndarray, seq_len: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ids and targets (rows, T <= seq_len) of the documents begin..end, both (rows, 1).
+    """Yield ids and targets (rows, T <= seq_len) of documents; `begin` and `end` are (rows, 1).
 
     The last CHUNK_SIZE columns are new in each window; columns before them were new in earlier
     ones. Behind the end of a document its last token is repeated, and targets are -1.
@@ -93,9 +93,10 @@ def score_adapted(script: ModuleType, scorer, network: torch.nn.Module, text, ra
     TRAIN_SEQ_LEN tokens of the document as its window. Only then the adapters take one step of AdamW,
     on the window's loss, and the next chunk follows. So no score depends on its own token or on a
     later one, and every token is scored once, by a distribution over all tokens: the conditions of
-    Parameter Golf (issue 1017; pull requests 77 and 1530). The network gets no gradients from then on.
+    Parameter Golf (issue 1017; pull requests 77 and 1530). From this call on the network's weights
+    get no gradients.
 
-    scorer: a Scorer of the script; a forward has a row for each of `rows` documents.
+    scorer: a Scorer of the script; a forward has scorer.rows documents.
     """
     runtime = scorer.runtime
     device = runtime.device
@@ -151,8 +152,6 @@ def read_result(script: ModuleType, folder: Path) -> dict:
         )
     if sha256 != result["artifact_sha256"]:
         raise script.UserError(f"{folder}: result.json is of another artifact than model.upar")
-    if not os.access(folder, os.W_OK):
-        raise script.UserError(f"{folder}: cannot be written to; the scores would be lost")
     return result
 
 
@@ -195,12 +194,14 @@ def add_scores(script: ModuleType, folder: Path, result: dict, scores: dict) -> 
 def adapt(script: ModuleType, args: argparse.Namespace) -> int:
     """Score a run's artifact and write the scores; return the exit code. Raises UserError."""
     for name in os.environ:
-        if name.startswith("TTT_"):
+        if name.startswith("TTT_") or name in ("DEVICE", "DATA_PATH"):
             raise script.UserError(
-                f"{name}: tools/adapt.py does not read it; unset it and use --rank"
+                f"{name}: tools/adapt.py does not read it; unset it (--help lists the options)"
             )
     folder = args.run
     result = read_result(script, folder)
+    if not (args.documents or os.access(folder, os.W_OK)):
+        raise script.UserError(f"{folder}: cannot be written to; the scores would be lost")
     settings = run_settings(script, result["settings"], args)
     runtime = script.start_runtime(settings.device)
     device = runtime.device

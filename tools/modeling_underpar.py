@@ -577,7 +577,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share either of both.
+    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share
+    blocks, mixers or both.
 
     `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
