@@ -2021,12 +2021,18 @@ def rebuild(source):
         return network
 
 
-def find_tokenizer(source, tokenizer_path, read):
+def given_tokenizer():
+    """Return the tokenizer's file that the environment names, or ""."""
+    return os.path.expanduser(os.environ.get("TOKENIZER_PATH", ""))
+
+
+def find_tokenizer(source, read):
     """Return read(path) of a MODEL's tokenizer: TOKENIZER_PATH, or the one beside it. UserError."""
     folder = source.path.parent
     beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
     if source.header:
         beside = [folder / source.header["meta"]["tokenizer"]]
+    tokenizer_path = given_tokenizer()
     path = tokenizer_path or beside[0]
     with one_line(f"{path}: no tokenizer of these scripts; set TOKENIZER_PATH"):
         tokenizer = read(path)
@@ -3461,7 +3467,7 @@ def save_safetensors(state):
 
 def model_tokenizer(source):
     """Return the tokenizer of a MODEL, with role tokens if it has learned them. Raises UserError."""
-    tokenizer = find_tokenizer(source, given_tokenizer(), load_tokenizer)
+    tokenizer = find_tokenizer(source, load_tokenizer)
     if source.shape["vocab_size"] > tokenizer.vocab_size:
         return with_roles(tokenizer)
     return tokenizer
@@ -3559,7 +3565,7 @@ def like_files(folder, source, network):
     if count > text["vocab_size"]:
         text["vocab_size"] = count
         files["config.json"] = json_bytes(config)
-    tokenizer = find_tokenizer(source, given_tokenizer(), load_tokenizer)
+    tokenizer = find_tokenizer(source, load_tokenizer)
     if tokenizer.file == "imported.tiktoken":
         files |= mended_tokenizer_files(folder, tokenizer)
     if count > tokenizer.vocab_size:
@@ -4180,11 +4186,6 @@ def gguf_sentencepiece(content, count):
 
 
 # -------------------------------------------------------------------------------------------- main
-def given_tokenizer():
-    """Return the tokenizer's file that the environment names, or ""."""
-    return os.path.expanduser(os.environ.get("TOKENIZER_PATH", ""))
-
-
 def fail_usage(message):
     """Raise a mistake in the command line, which argparse would print in several lines."""
     raise UserError(f"{message}; convert.py --help says more")

@@ -2291,12 +2291,18 @@ def rebuild(source):
         return network
 
 
-def find_tokenizer(source, tokenizer_path, read):
+def given_tokenizer():
+    """Return the tokenizer's file that the environment names, or ""."""
+    return os.path.expanduser(os.environ.get("TOKENIZER_PATH", ""))
+
+
+def find_tokenizer(source, read):
     """Return read(path) of a MODEL's tokenizer: TOKENIZER_PATH, or the one beside it. UserError."""
     folder = source.path.parent
     beside = [*folder.glob("*.model"), *folder.glob("*.tiktoken"), "bytes"]
     if source.header:
         beside = [folder / source.header["meta"]["tokenizer"]]
+    tokenizer_path = given_tokenizer()
     path = tokenizer_path or beside[0]
     with one_line(f"{path}: no tokenizer of these scripts; set TOKENIZER_PATH"):
         tokenizer = read(path)
@@ -2357,11 +2363,6 @@ def read_packed(path):
     return read_weights(str(folder / "model.upar") if folder.is_dir() else path)
 
 
-def given_tokenizer():
-    """Return the tokenizer's file that the environment names, or ""."""
-    return os.path.expanduser(os.environ.get("TOKENIZER_PATH", ""))
-
-
 def given_device():
     """Return the device that the environment names: auto, cpu or cuda. Raises UserError."""
     choice = os.environ.get("DEVICE", "auto")
@@ -2420,7 +2421,7 @@ def read_header(source):
         return {name: source.header[name] for name in ("tokenizer_sha256", "meta")}
     # Its shape has the facts that a rank file lacks.
     read = functools.partial(read_tokenizer, facts=source.shape)
-    tokenizer = find_tokenizer(source, given_tokenizer(), read)
+    tokenizer = find_tokenizer(source, read)
     meta = {"seed": source.run["seed"], "tokenizer": tokenizer.file}
     return {"tokenizer_sha256": tokenizer.sha256, "meta": meta}
 
@@ -2666,10 +2667,8 @@ def show(rows):
 def match_tensors(a, b):
     """Raise ArtifactError, which names the first tensor that one lacks or has in another shape."""
     for name in [*a.tensors, *b.tensors]:
-        in_a, in_b = (
-            list(model.tensors[name].shape) if name in model.tensors else "missing"
-            for model in (a, b)
-        )
+        in_a = shape_of(a.tensors, name)
+        in_b = shape_of(b.tensors, name)
         require(in_a == in_b, f"tensor {name!r}: {in_a} in {a.path}, {in_b} in {b.path}")
 
 

@@ -215,7 +215,7 @@ ABSENT_FEATURES = (
     "CASEOPS_ENABLED",
     "DROPOUT",
     "GATED_ATTN_ENABLED",
-    "GPTQ_CALIBRATION_BATCHES",  # python quantize.py pack RUN OUT --gptq DATA
+    "GPTQ_CALIBRATION_BATCHES",
     "LN_SCALE",
     "MTP_NUM_HEADS",
     "NUM_LOOPS",
@@ -1299,7 +1299,8 @@ def open_data(settings, rank=0):
         windows.append(train)
         held_out += [stream.read(number * seq_len, seq_len) for number in others]
     held_out = np.array(held_out, np.int64).ravel()
-    counted_share = val.bytes / tokenizer.count_bytes(val.tokens)  # see counted_bytes; mostly 1
+    decoded = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
+    counted_share = val.bytes / decoded  # see counted_bytes; mostly 1
     held_out_bytes = round(tokenizer.count_bytes(held_out) * counted_share)
     yardsticks = {}
     if len(folders) == 1:

@@ -67,7 +67,7 @@ def test_an_artifact_names_its_tokenizer(tmp_path):
     write(tmp_path / "m.upar", network())
     (tmp_path / "a.model").write_bytes(b"another")
     source = C.read_weights(tmp_path / "m.upar")
-    assert C.find_tokenizer(source, "", C.load_tokenizer).file == "bytes"
+    assert C.find_tokenizer(source, C.load_tokenizer).file == "bytes"
     source.header["meta"]["tokenizer"] = "a.tiktoken"
     refusal(C.UserError, "a.tiktoken: .*TOKENIZER_PATH", C.model_tokenizer, source)
 
