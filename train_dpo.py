@@ -155,7 +155,7 @@ class Settings:
     pairs_per_step: int = bounded(32, 1)  # over all ranks
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # clock
-    iterations: int = 128  # optimizer steps; 0: no limit in steps
+    iterations: int = 128  # steps, in RL of several updates each; 0: no limit in steps
     max_wallclock_seconds: float = 60.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept to choose weights, quantize and pack
     # checkpoints and faults
@@ -6380,18 +6380,31 @@ def wilson(right, n):
 
 
 # ---------------------------------------------------------------------------------------- optimizer
+# The value head begins at zeros, where the rate of an imported model would leave it: AdamW moves a
+# weight by about its rate in a step.
+LEAST_HEAD_RATE = 1e-4
+
+
 def make_optimizers(params, settings, runtime):
-    """Return the optimizers of `params`, name -> parameter, all of them at LEARNING_RATE."""
+    """Return the optimizers of `params`, name -> parameter: all at LEARNING_RATE, the value head at
+    LEAST_HEAD_RATE at least.
+    """
     classes = parameters_by_class(params)
     rates = dict(lr=settings.learning_rate, weight_decay=settings.weight_decay)
     matrices = dict(params=classes["matrix"], **rates)
     others = [dict(params=classes[name], **rates) for name in ("adapter", "embedding", "head")]
     # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
-    controls = dict(params=classes["control"], lr=settings.learning_rate, weight_decay=0.0)
+    head = params.get("w_value")
+    controls = [param for param in classes["control"] if param is not head]
+    controls = dict(params=controls, lr=settings.learning_rate, weight_decay=0.0)
+    head_rate = max(LEAST_HEAD_RATE, settings.learning_rate)
+    groups = [controls]
+    if head is not None:
+        groups.append(dict(params=[head], lr=head_rate, weight_decay=0.0))
     adamw = OPTIMIZERS["adamw"]
     if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
-        return [Muon([matrices], runtime), adamw([*others, controls])]
-    return [OPTIMIZERS[settings.optimizer]([matrices, *others]), adamw([controls])]
+        return [Muon([matrices], runtime), adamw([*others, *groups])]
+    return [OPTIMIZERS[settings.optimizer]([matrices, *others]), adamw(groups)]
 
 
 # ---------------------------------------------------------------------------------------------------- objective
@@ -6407,7 +6420,7 @@ def pair_scores(network, batch, is_reward):
         features = row_features(network, batch)[rows, last]
         scores = features.to(network.w_value.dtype) @ network.w_value
     else:
-        scores = token_logps(network, batch, 1.0)[0].double().sum(1)
+        scores = token_logps(network, batch).double().sum(1)
     return scores.double().view(2, -1).T
 
 
@@ -6488,8 +6501,9 @@ def pair_summary(metrics):
     return summary
 
 
-# Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
-IMPORTED_RATES = (1e-5, 2e-4)
+# Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters. Those of a
+# policy are TRL's; a reward model begins with a head that knows nothing.
+IMPORTED_RATES = {"": (1e-6, 2e-5), "reward": (1e-5, 2e-4)}
 IMPORTED_DEFAULTS = {"train_seq_len": 1024}  # as in TRL
 NOTE_SECONDS = 5.0  # between lines of a long score
 
@@ -6566,17 +6580,18 @@ def stored_scores(path, key, count):
     return np.frombuffer(content).reshape(-1, 2).copy()
 
 
-def reference_scores(trainer, parts, run):
+def reference_scores(trainer, parts, numbers, run):
     """Return the reference's scores (n, 2) of lists of pairs, of one list after the other.
 
     They are read from a file in the folder `cache` beside the run if one has the same weights,
-    tokenizer, pairs and code, or else made and stored there. A reward model has no reference: zeros.
+    tokenizer, pairs and code, or else made and stored there. numbers: which of the data's pairs the
+    first list has. A reward model has no reference: zeros.
     """
     count = sum(map(len, parts))
     if trainer.is_reward:
         return torch.zeros(count, 2, dtype=torch.float64)
     facts = [run.identity["data_sha256"], run.identity["tokenizer_sha256"], trainer.runtime.device]
-    facts += [trainer.settings.dtype, trainer.settings.kernels]
+    facts += [trainer.settings.dtype, trainer.settings.kernels, numbers]
     text = f"{facts} {trainer.network.config} {sha256_file(__file__)}"
     digest = hashlib.sha256(text.encode())
     for name, tensor in trainer.parts["network"].state_dict().items():
@@ -6641,7 +6656,13 @@ def main():
         """Return the numbers in data.train of the pairs that the run reads."""
         return [epoch_order(number // epoch_pairs)[number % epoch_pairs] for number in numbers]
 
-    log(describe_start(settings, imported_defaults(settings.lora_rank)))
+    # Only pairs that the run reads need scores of the reference.
+    count = settings.iterations * settings.pairs_per_step
+    needed = list(range(len(data.train)))
+    if 0 < count < epoch_pairs:
+        needed = sorted(set(pairs_of(range(count))))
+
+    log(describe_start(settings, imported_defaults(settings.lora_rank, settings.objective)))
     log(f"policy: {source}, layers {network.config.layers}")
     adapt(network, settings, runtime.device)
     if is_reward:
@@ -6650,16 +6671,26 @@ def main():
     run.parts.update(trainer=trainer, **trainer.parts)
     log(f"parameters: {name_values(count_parameters(network))}")
     log(f"batch: an epoch is {epoch_pairs} pairs in steps of {settings.pairs_per_step}")
-    parts = [data.train, data.choice, data.held_out]
+    if settings.iterations:
+        epochs = settings.iterations * settings.pairs_per_step / epoch_pairs
+        log(f"batch: ITERATIONS={settings.iterations} are {epochs:.1f} epochs at most")
+    parts = [[data.train[number] for number in needed], data.choice, data.held_out]
     if checkpoint:
         run.load(checkpoint, ("ema", "swa"), "cpu" if settings.shard else None)
     else:
-        reference = reference_scores(trainer, parts, run)
+        reference = reference_scores(trainer, parts, needed, run)
         log(f"first scores: of {len(data.held_out)} held-out pairs, and some answers")
         trainer.start = (reference, trainer.score(data.held_out, log))
     reference, held_out_start = [scores.cpu() for scores in trainer.start]
     sizes = [len(part) for part in parts]
-    reference, choice_reference, held_out_reference = reference.split(sizes)
+    if len(reference) != sum(sizes):
+        raise UserError(
+            f"ITERATIONS={settings.iterations}: must stay under RESUME, because the reference scored "
+            "only the pairs that the run was to read; more steps need a new run"
+        )
+    scored, choice_reference, held_out_reference = reference.split(sizes)
+    reference = scored.new_full((len(data.train), 2), math.nan)
+    reference[needed] = scored
 
     def record(title):
         """Record answers of the policy; a reward model writes none."""

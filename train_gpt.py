@@ -129,7 +129,7 @@ class Settings:
     tokenizer_path: Paths = ""  # .model or .tiktoken file, or "bytes"; empty: the data's
     vocab_size: int = 0  # checked against the tokenizer; 0: not checked
     # clock
-    iterations: int = 0  # optimizer steps; 0: no limit in steps
+    iterations: int = 0  # steps, in RL of several updates each; 0: no limit in steps
     max_wallclock_seconds: float = 600.0  # training clock; 0: no limit in time
     reserve_seconds: float = 12.0  # end of the clock kept to choose weights, quantize and pack
     # batch

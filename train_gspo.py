@@ -180,7 +180,7 @@ class Settings:
     epochs: int = bounded(1, 1)  # times that each sample is used
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # clock
-    iterations: int = 0  # optimizer steps; 0: no limit in steps
+    iterations: int = 0  # steps, in RL of several updates each; 0: no limit in steps
     max_wallclock_seconds: float = 150.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept to choose weights, quantize and pack
     # checkpoints and faults
@@ -7273,7 +7273,7 @@ def nats_per_token(trainer, answers):
     """Return the mean loss of the policy on answers, in nats per token, of all ranks' answers."""
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.runtime.device)
     for batch in make_batches(answers, trainer.runtime.device, trainer.micro_tokens):
-        logps, _ = token_logps(trainer.network, batch, 1.0)
+        logps = token_logps(trainer.network, batch)
         sums += torch.stack([-logps.sum(), batch.mask.sum()])
     nats, tokens = trainer.runtime.sum(sums).tolist()
     return nats / max(1.0, tokens)
@@ -8052,9 +8052,9 @@ class GSPOTrainer(PolicyTrainer):
             answers = [answer for answer in answers if any(answer.advantages())]
         batches = make_batches(answers, self.runtime.device, self.micro_tokens)
         for batch in batches:
-            batch.old, _ = token_logps(self.network, batch, self.settings.temperature)
+            batch.old = token_logps(self.network, batch, self.settings.temperature)
             if self.ref_model is not None:
-                batch.reference, _ = token_logps(self.ref_model, batch, self.settings.temperature)
+                batch.reference = token_logps(self.ref_model, batch, self.settings.temperature)
         return batches
 
     def update(self, rollout, multiplier=1.0, qat=False):
@@ -8077,8 +8077,11 @@ class GSPOTrainer(PolicyTrainer):
             sums = {name: torch.zeros((), device=runtime.device) for name in names}
             with self.weights(qat):
                 for batch in batches:
-                    logps, entropy = token_logps(
-                        self.network, batch, settings.temperature, settings.entropy_beta > 0
+                    logps, entropy = token_scores(
+                        self.network,
+                        batch,
+                        settings.temperature,
+                        entropy_grad=settings.entropy_beta > 0,
                     )
                     losses, for_log = policy_loss(logps, batch, settings)
                     losses = losses - settings.entropy_beta * entropy
@@ -8096,7 +8099,7 @@ class GSPOTrainer(PolicyTrainer):
 
 # -------------------------------------------------------------------------------------------- main
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
-IMPORTED_RATES = (1e-6, 2e-5)
+IMPORTED_RATES = {"": (1e-6, 2e-5)}
 IMPORTED_DEFAULTS = {"max_new_tokens": 256}  # as in TRL
 
 

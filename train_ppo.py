@@ -173,7 +173,7 @@ class Settings:
     epochs: int = bounded(1, 1)  # times that each sample is used
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     # clock
-    iterations: int = 0  # optimizer steps; 0: no limit in steps
+    iterations: int = 0  # steps, in RL of several updates each; 0: no limit in steps
     max_wallclock_seconds: float = 150.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept to choose weights, quantize and pack
     # checkpoints and faults
@@ -7257,7 +7257,7 @@ def nats_per_token(trainer, answers):
     """Return the mean loss of the policy on answers, in nats per token, of all ranks' answers."""
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.runtime.device)
     for batch in make_batches(answers, trainer.runtime.device, trainer.micro_tokens):
-        logps, _ = token_logps(trainer.network, batch, 1.0)
+        logps = token_logps(trainer.network, batch)
         sums += torch.stack([-logps.sum(), batch.mask.sum()])
     nats, tokens = trainer.runtime.sum(sums).tolist()
     return nats / max(1.0, tokens)
@@ -7528,18 +7528,29 @@ class JudgedExam(Exam):
 
 
 # ---------------------------------------------------------------------------------------- optimizer
+# The value head begins at zeros, where the rate of an imported model would leave it: AdamW moves a
+# weight by about its rate in a step.
+LEAST_HEAD_RATE = 1e-4
+
+
 def make_optimizers(params, settings, runtime):
-    """Return the optimizers of `params`, name -> parameter, all of them at LEARNING_RATE."""
+    """Return the optimizers of `params`, name -> parameter: all at LEARNING_RATE, the value head at
+    LEAST_HEAD_RATE at least.
+    """
     classes = parameters_by_class(params)
     rates = dict(lr=settings.learning_rate, weight_decay=settings.weight_decay)
     matrices = dict(params=classes["matrix"], **rates)
     others = [dict(params=classes[name], **rates) for name in ("adapter", "embedding", "head")]
     # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
-    controls = dict(params=classes["control"], lr=settings.learning_rate, weight_decay=0.0)
+    head = params["w_value"]
+    controls = [param for param in classes["control"] if param is not head]
+    controls = dict(params=controls, lr=settings.learning_rate, weight_decay=0.0)
+    head_rate = max(LEAST_HEAD_RATE, settings.learning_rate)
+    groups = [controls, dict(params=[head], lr=head_rate, weight_decay=0.0)]
     adamw = OPTIMIZERS["adamw"]
     if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
-        return [Muon([matrices], runtime), adamw([*others, controls])]
-    return [OPTIMIZERS[settings.optimizer]([matrices, *others]), adamw([controls])]
+        return [Muon([matrices], runtime), adamw([*others, *groups])]
+    return [OPTIMIZERS[settings.optimizer]([matrices, *others]), adamw(groups)]
 
 
 # --------------------------------------------------------------------------------------- objective
@@ -7729,7 +7740,9 @@ class PPOTrainer(PolicyTrainer, Stateful):
             features=lambda ids, doc: features, logits=network.logits, config=network.config
         )
         settings = self.settings
-        logps, entropy = token_logps(trunk, batch, settings.temperature, settings.entropy_beta > 0)
+        logps, entropy = token_scores(
+            trunk, batch, settings.temperature, entropy_grad=settings.entropy_beta > 0
+        )
         values = features.to(network.w_value.dtype) @ network.w_value
         return logps, torch.where(batch.mask, values, 0.0), entropy
 
@@ -7749,7 +7762,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
                     old, values, _ = self.forward(batch)
                     reference = old
                     if self.ref_model is not None:
-                        reference, _ = token_logps(self.ref_model, batch, settings.temperature)
+                        reference = token_logps(self.ref_model, batch, settings.temperature)
                     k1, k3 = divergences(old, reference, batch.mask)
                     divergence = k1 if settings.kl_shaping == "k1" else k3
                     rewards = shaped_rewards(batch.advantages, divergence, batch.mask, self.kl_beta)
@@ -7808,8 +7821,10 @@ class PPOTrainer(PolicyTrainer, Stateful):
 
 # -------------------------------------------------------------------------------------------- main
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
-IMPORTED_RATES = (1e-6, 2e-5)
-IMPORTED_DEFAULTS = {"max_new_tokens": 256}  # as in TRL
+IMPORTED_RATES = {"": (1e-6, 2e-5)}
+# With GAE_LAMBDA below 1 an untrained critic gives a long answer's first tokens no advantage
+# (arXiv 2503.01491).
+IMPORTED_DEFAULTS = {"max_new_tokens": 256, "gae_lambda": 1.0}
 
 
 def main():

@@ -164,7 +164,7 @@ class Settings:
     micro_batch_tokens: int = 0  # per forward and rank; 0: fitted to memory. Same global batch
     epochs: int = bounded(3, 1)  # times that each sample is used
     # clock
-    iterations: int = 0  # optimizer steps; 0: no limit in steps
+    iterations: int = 0  # steps, in RL of several updates each; 0: no limit in steps
     max_wallclock_seconds: float = 100.0  # training clock; 0: no limit in time
     reserve_seconds: float = 5.0  # end of the clock kept to choose weights, quantize and pack
     # checkpoints and faults
@@ -6200,6 +6200,7 @@ def open_run(settings, steps, network, tokenizer, runtime, data_sha256):
     clock = Clock(timing, runtime, replayed_progress(settings))
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
     identity |= {"data_sha256": data_sha256, "tokenizer_sha256": tokenizer.sha256}
+    identity["date"] = os.environ.get("SOURCE_DATE_EPOCH")  # which a chat template may write
     # In capitals: the network has a train_seq_len, too, and may have room for more. The setting
     # decides how rows are packed.
     identity["TRAIN_SEQ_LEN"] = settings.train_seq_len
@@ -6541,7 +6542,7 @@ def distilled_losses(student, teacher, projection, batch, settings):
 
 
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters.
-IMPORTED_RATES = (1e-5, 2e-4)
+IMPORTED_RATES = {"": (1e-5, 2e-4)}
 IMPORTED_DEFAULTS = {"train_seq_len": 1024}  # as in TRL
 
 
@@ -6598,7 +6599,7 @@ class SFTTrainer(Finetuner, Stateful):
                         self.network, self.teacher, self.projection, batch, self.settings
                     )
                 else:
-                    nats = -token_logps(self.network, batch, 1.0)[0]
+                    nats = -token_logps(self.network, batch)
                     kd = torch.zeros_like(nats)
                 loss = ((1 - alpha) * nats.sum() + alpha * kd.sum()) / total
                 loss.backward()

@@ -127,7 +127,7 @@ def test_generation_and_padded_rows():
         mask[:, len(prompt) - 1 : -1] = True
         doc = torch.zeros_like(ids)
         whole = SimpleNamespace(ids=ids, doc=doc, targets=ids.roll(-1), mask=mask)
-        logps, _ = script.token_logps(network, whole, 1.0)
+        logps = script.token_logps(network, whole, 1.0)
         step_logps = found[row, :-1].gather(1, tokens[row][:, None])[:, 0]
         assert (logps[0, len(prompt) - 1 : -1] - step_logps).abs().max() < 0.05
     assert lengths == [256, 256]

@@ -360,18 +360,21 @@ def test_any_number_of_samples_is_made_in_batches_that_fit(monkeypatch):
     monkeypatch.setattr(S.Decoder, "take", counted)
     for most, sizes in ((20, {14, 7}), (7, {7}), (3, {3, 1, 2})):
         rows.clear()
-        monkeypatch.setattr(S, "texts_at_once", lambda network, tokens, most=most: most)
+        whole = most - most % 7 if most > 7 else most
+        monkeypatch.setattr(S, "texts_at_once", lambda *sizes, whole=whole: whole)
         same(generate(net, PROMPTS, 7, 5), expected)
         assert set(rows) <= sizes and sum(rows) == 7 * len(PROMPTS)
 
 
 def stand_in(weights, **changes):
     """Return what texts_at_once reads of SmolLM2-135M's shape: 30 layers, keys of 192 numbers."""
-    shape = dict(vocab_size=49152, num_kv_heads=3, attention_width=64) | changes
+    shape = dict(vocab_size=49152, num_kv_heads=3, attention_width=64, num_heads=9)
+    shape |= dict(mlp_hidden=1536) | changes
     params = [torch.empty(weights, device="meta")]  # in float32
     return SimpleNamespace(
         config=SimpleNamespace(**shape),
         layers=range(30),
+        dtype=None,
         embed=torch.zeros(1),
         parameters=lambda: params,
     )
@@ -381,9 +384,22 @@ def test_caches_of_a_batch_take_as_much_memory_as_the_weights():
     """On a CPU: but 256 MiB to 1 GiB; their logits, too."""
     text = 30 * 2 * 192 * 4 * 200  # bytes of 136 tokens and room for 64 more
     for weights, limit in ((10, 2**28), (10**8, 4 * 10**8), (10**10, 2**30)):
-        assert S.texts_at_once(stand_in(weights), 136) == limit // text
-    assert S.texts_at_once(stand_in(10), 10**9) == 1
-    assert S.texts_at_once(stand_in(10, num_kv_heads=0.001), 8) == 2**28 // (4 * 49152)
+        assert S.texts_at_once(stand_in(weights), 1, 136, 1) == limit // text
+    assert S.texts_at_once(stand_in(10), 1, 10**9, 1) == 1
+    assert S.texts_at_once(stand_in(10, num_kv_heads=0.001), 1, 8, 1) == 2**28 // (4 * 49152)
+    # In bfloat16 twice as many; whole groups of 16.
+    half = stand_in(10**8)
+    half.dtype = torch.bfloat16
+    assert S.texts_at_once(half, 1, 136, 16) == 2 * 4 * 10**8 // text // 16 * 16
+
+
+def test_long_prompts_are_read_by_few():
+    """Scores of attention of 9 heads and 1,536 hidden units take 4 bytes a number, all places at once."""
+    prompt = 1000 * 4 * (9 * 1100 + 4 * 1536)  # bytes
+    count = 10**10 // 10  # of weights: 1 GiB is the limit
+    assert 2**30 // prompt == 16
+    assert S.texts_at_once(stand_in(count, num_kv_heads=0.01), 1000, 1100, 4) == 16 * 4
+    assert S.texts_at_once(stand_in(count, num_kv_heads=0.01), 10**5, 10**5, 4) == 4
 
 
 def test_a_decoder_leaves_its_memory_at_once():

@@ -230,7 +230,7 @@ def test_log_probabilities_and_entropies_are_those_of_the_whole_softmax():
         ids = rng.choices(range(40), k=499)
         answers.append(G.Answer(prompt=[1], ids=ids, logps=[0.0] * 499))
     [batch] = G.make_batches(answers, CPU, 1 << 30)
-    found = torch.stack(G.token_logps(table, batch, 0.7, True))
+    found = torch.stack(G.token_scores(table, batch, 0.7, entropy_grad=True))
     factors = torch.randn(found.shape)
     [slopes] = torch.autograd.grad((factors * found).sum(), table.embed)
     assert max(table.seen) <= 4096 and sum(table.seen) == 2 * 11 * 499
@@ -241,9 +241,11 @@ def test_log_probabilities_and_entropies_are_those_of_the_whole_softmax():
     [by_autograd] = torch.autograd.grad((factors * expected).sum(), table.embed)
     assert (slopes - by_autograd).abs().max() < 1e-11
 
-    assert not G.token_logps(table, batch, 0.7)[1].requires_grad
+    assert not G.token_scores(table, batch, 0.7)[1].requires_grad
+    alone = G.token_logps(table, batch, 0.7)
+    assert (alone == found[0]).all() and G.token_scores(table, batch, 0.7, False)[1].sum() == 0
     table.embed.data[3, 5] = -2000.0
-    [slopes] = torch.autograd.grad(G.token_logps(table, batch, 0.7, True)[1].sum(), table.embed)
+    [slopes] = torch.autograd.grad(G.token_scores(table, batch, 0.7, entropy_grad=True)[1].sum(), table.embed)
     assert slopes.isfinite().all() and slopes[3, 5] == 0
 
 
@@ -338,7 +340,7 @@ def test_a_teachers_mean_gradient_is_that_of_the_reverse_divergence(loss):
     pairs = itertools.product(range(5), repeat=2)
     answers = [G.Answer(prompt=[2], ids=[*pair], logps=[0.0, 0.0]) for pair in pairs]
     [batch] = own.batches_of(answers)
-    logps, _ = G.token_logps(table, batch, 0.7)
+    logps = G.token_logps(table, batch, 0.7)
     losses, _ = G.policy_loss(logps, batch, settings)
     loss = (losses * logps.sum(1, keepdim=True).exp().detach()).sum()
     [found] = torch.autograd.grad(loss, table.embed)
@@ -358,7 +360,7 @@ def test_a_teacher_teaches_alone_or_beside_rewards(monkeypatch):
     rewards = [1.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     metrics = take(own, lambda texts: rewards)
     [[_, batch]] = calls
-    gaps = G.token_logps(teacher, batch, 1.0)[0] - batch.old
+    gaps = G.token_logps(teacher, batch, 1.0) - batch.old
     assert metrics["teacher_kl"] == pytest.approx(-gaps[batch.mask].mean().item(), abs=1e-9)
     groups = [rewards[at : at + 3] for at in range(0, 12, 3)]
     found = (batch.advantages - 0.25 * gaps)[batch.mask] / 0.75
@@ -472,9 +474,9 @@ def test_quantization_aware_training_samples_and_learns_by_quantized_weights(M, 
     assert furthest(start, state(own.network)) == 0  # the weights themselves, bit for bit
     [[[logps], batch]] = calls
     assert torch.equal(logps, batch.old)
-    assert (M.token_logps(twin, batch, 1.0)[0] - logps).abs().max() > 1e-4
+    assert (M.token_logps(twin, batch, 1.0) - logps).abs().max() > 1e-4
     with M.quantized(twin, own.table):
-        assert (M.token_logps(twin, batch, 1.0)[0] - logps).abs().max() < 1e-12
+        assert (M.token_logps(twin, batch, 1.0) - logps).abs().max() < 1e-12
         assert furthest(drawn_by[0], state(twin)) == 0
 
 
@@ -498,7 +500,7 @@ def test_the_reference_is_the_policy_at_the_start_or_a_given_model(
     kls = [take(own, lengths_score, step)["kl"] for step in range(3)]
     assert kls[0] > 1e-3 if is_given else kls[0] == 0 < 1e-6 < min(kls[1:])
     for _, batch in calls:
-        assert (batch.reference - M.token_logps(start, batch, 0.7)[0]).abs().max() < 1e-12
+        assert (batch.reference - M.token_logps(start, batch, 0.7)).abs().max() < 1e-12
     if not is_given:
         pairs = zip(own.ref_model.parameters(), network.parameters(), strict=True)
         assert all((one is other) != other.requires_grad for one, other in pairs)

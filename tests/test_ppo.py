@@ -263,7 +263,7 @@ def test_divergences_are_measured_steer_and_shape_rewards(shaping, monkeypatch):
     changes = dict(kl_beta=0.3, kl_shaping=shaping, kl_target=0.01, gae_lambda=1.0)
     own = trainer(P, valued(), dict(ref_model=other), **changes)
     batch, found, rollout = experienced(own)
-    apart = batch.old - P.token_logps(other, batch, 1.0)[0].detach()
+    apart = batch.old - P.token_logps(other, batch, 1.0).detach()
     k3 = (-apart).exp() - 1 + apart
     means = {"kl": apart[batch.mask].mean().item(), "kl_k3": k3[batch.mask].mean().item()}
     assert {name: found[name] for name in means} == pytest.approx(means, abs=1e-12)

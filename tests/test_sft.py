@@ -124,12 +124,12 @@ def test_packed_rows_are_as_they_are_alone(layers, changes):
     net, rows = network(1, layers, **changes), some_rows(14, longest=20)
     packed = one_batch(rows)
     assert packed.ids.size(0) < 9 and packed.ids.size(1) <= 64
-    logps, _ = S.token_logps(net, packed, 1.0)
+    logps = S.token_logps(net, packed, 1.0)
     gradients = torch.autograd.grad(logps.sum(), [*net.parameters()])
     total = 0
     for place, number in enumerate(packed.numbers.tolist()):
         alone = one_batch([rows[number]])
-        own, _ = S.token_logps(net, alone, 1.0)
+        own = S.token_logps(net, alone, 1.0)
         assert (logps[packed.doc == place] - own[0]).abs().max() < 1e-9
         assert own[alone.mask].max() < 0
         total = total + own.sum()

@@ -257,7 +257,7 @@ def train(script: ModuleType, network: nn.Module, optimizers, settings, length: 
     table = script.quant_table(settings.matrix_bits)
     context = script.quantized(network, table) if settings.qat else contextlib.nullcontext()
     with context:
-        logps, _ = script.token_logps(network, full_batch(rows, length), 1.0)
+        logps = script.token_logps(network, full_batch(rows, length))
         logps.sum().backward()
     alone = script.Runtime(0, 1, torch.device("cpu"), False)
     grads = [param.grad for param in trained]
