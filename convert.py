@@ -617,10 +617,12 @@ def render_templates():
     import datetime
     import functools
     import json
+    import os
     import re
     import resource
     import signal
     import sys
+    import time
 
     import jinja2
     import jinja2.ext
@@ -653,7 +655,10 @@ def render_templates():
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    # The variable by which programs that shall give the same again are told the date.
+    seconds = float(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
+    today = datetime.datetime.fromtimestamp(seconds)
+    environment.globals["strftime_now"] = today.strftime
     compiled = functools.cache(environment.from_string)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
     for line in sys.stdin:

@@ -157,6 +157,7 @@ ABSENT_FEATURES = (
     "GATED_ATTN_ENABLED",
     "GPTQ_CALIBRATION_BATCHES",
     "LN_SCALE",
+    "LORA_DROPOUT",
     "MTP_NUM_HEADS",
     "NUM_LOOPS",
     "PARALLEL_START_LAYER",
@@ -188,11 +189,16 @@ OTHER_NAMES = {
     "EMBED_LR": "TIED_EMBED_LR",
     "ENTROPY_COEFF": "ENTROPY_BETA",
     "ENT_COEF": "ENTROPY_BETA",
+    "EPSILON": "LEFT_CLIP_RANGE",
+    "EPSILON_HIGH": "RIGHT_CLIP_RANGE",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "EVAL_STEPS": "VAL_LOSS_EVERY",
     "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
+    "GRADIENT_CHECKPOINTING": "ACTIVATION_CHECKPOINTING",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HOLDOUT_TOKENS": 131072,
+    "KL_COEF": "KL_BETA",
     "LATE_QAT": "QAT",
     "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
@@ -201,9 +207,11 @@ OTHER_NAMES = {
     "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
+    "LR_SCHEDULER_TYPE": "LR_SCHEDULE",
     "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
     "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
     "MAX_ITERS": "ITERATIONS",
+    "MAX_LENGTH": "TRAIN_SEQ_LEN",
     "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
@@ -215,21 +223,28 @@ OTHER_NAMES = {
     "MUON_WARMUP_FRAC": 0.05,
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
+    "NUM_ITERATIONS": "EPOCHS",
+    "NUM_TRAIN_EPOCHS": "EPOCHS",
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
+    "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
+    "REPORT_TO": "TRACKER",
     "ROPE_BASE": 10000.0,
+    "SAVE_STEPS": "SAVE_EVERY",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
     "SWA_EVERY": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
     "TTT_ENABLED": "TTT_LORA_RANK",
     "TTT_LORA_RANK": 0,
+    "USE_PEFT": "LORA_RANK",
     "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
+    "WARMUP_RATIO": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
     "WEIGHT_DECAY": "MUON_WD",
     **dict.fromkeys(ABSENT_FEATURES, 0),
@@ -245,7 +260,9 @@ OTHER_PROGRAMS = {
 # logged (LOG_SECONDS), the tokens of a batch of validation, and details of test-time training, which
 # tools/adapt.py does.
 HARMLESS_NAMES = (
+    "LOGGING_STEPS",
     "LOG_INTERVAL",
+    "PER_DEVICE_EVAL_BATCH_SIZE",
     "TRAIN_LOG_EVERY",
     "TTT_CHUNK_SIZE",
     "TTT_EPOCHS",
@@ -257,7 +274,6 @@ HARMLESS_NAMES = (
 # The settings of all scripts that the table above does not name: one that is meant for another
 # script is an error there. Those of this script are known without it.
 OUR_SETTINGS = {
-    "ACTIVATION_CHECKPOINTING",
     "ARCH_MODE",
     "ARTIFACT",
     "ARTIFACT_BYTES_MAX",
@@ -271,7 +287,6 @@ OUR_SETTINGS = {
     "DISCOUNT",
     "DTYPE",
     "ENVIRONMENT",
-    "EPOCHS",
     "EVAL_PROMPTS",
     "EVAL_SAMPLES",
     "EVAL_STATEFUL",
@@ -292,10 +307,8 @@ OUR_SETTINGS = {
     "LABEL_SMOOTHING",
     "LAYER_PATTERN",
     "LAYOUT",
-    "LEFT_CLIP_RANGE",
     "LORA_ALPHA",
     "LOSS",
-    "LR_SCHEDULE",
     "MARGIN",
     "MARK",
     "MATRIX_BITS",
@@ -315,18 +328,15 @@ OUR_SETTINGS = {
     "POSITIONS",
     "PROMPT",
     "PROMPTS_PER_STEP",
-    "RATIO_LIMIT",
     "REPLAY",
     "RESAMPLE_ROUNDS",
     "RESUME",
     "REWARD",
     "REWARD_MODEL",
     "REWARD_SECONDS",
-    "RIGHT_CLIP_RANGE",
     "ROPE_DIMS",
     "RUN_ID",
     "SAMPLES_EVERY",
-    "SAVE_EVERY",
     "SCALAR_LR",
     "SCALE_REWARDS",
     "SCORE",
@@ -347,11 +357,9 @@ OUR_SETTINGS = {
     "TOOLS",
     "TOP_K",
     "TOP_P",
-    "TRACKER",
     "TRAIN_FILES",
     "TRAIN_ON",
     "VAL_FILES",
-    "VAL_LOSS_EVERY",
     "VOCAB_SIZE",
     "WARMDOWN_ITERS",
 }
@@ -1223,10 +1231,12 @@ def render_templates():
     import datetime
     import functools
     import json
+    import os
     import re
     import resource
     import signal
     import sys
+    import time
 
     import jinja2
     import jinja2.ext
@@ -1259,7 +1269,10 @@ def render_templates():
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    # The variable by which programs that shall give the same again are told the date.
+    seconds = float(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
+    today = datetime.datetime.fromtimestamp(seconds)
+    environment.globals["strftime_now"] = today.strftime
     compiled = functools.cache(environment.from_string)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
     for line in sys.stdin:
@@ -3917,21 +3930,34 @@ def sampling_state(samples):
     return f"sampling: {finished} of {len(samples)} answers have ended, {tokens} tokens so far"
 
 
-def texts_at_once(network, tokens):
-    """Return how many texts of so many tokens are generated at a time.
+def texts_at_once(network, prompt, tokens, count):
+    """Return how many texts of up to so many tokens are generated at a time, `count` of a prompt.
 
-    Their keys and values take as much memory as the weights, which every step reads too, but 256 MiB
-    to 1 GiB; on CUDA an eighth of its memory. So do their logits in float32, but 1 GiB at most.
+    prompt: tokens of the longest one. The keys and values of the texts take as much memory as the
+    weights, which every step reads too, but 256 MiB to 1 GiB; on CUDA a third of what training
+    leaves. So does what it takes to read the prompts. The logits in float32 take 1 GiB at most.
     """
     config = network.config
+    embed = network.embed
     weights = sum(param.nbytes for param in network.parameters())
     memory = min(max(weights, 1 << 28), 1 << 30)
-    if network.embed.is_cuda:
-        memory = torch.cuda.get_device_properties(network.embed.device).total_memory // 8
+    size = (network.dtype or embed.dtype).itemsize  # bytes of a key's number
+    if embed.is_cuda:
+        total = torch.cuda.get_device_properties(embed.device).total_memory
+        numbers = sum(param.numel() for param in network.parameters())
+        memory = max(memory, (total - 20 * numbers) // 3)  # weights, gradients, moments, reference
+        size = (network.dtype or torch.bfloat16).itemsize
     width = config.num_kv_heads * config.attention_width
-    cache = 8 * width * len(network.layers) * (tokens + ROOM)  # keys and values, 4 bytes a number
+    cache = 2 * size * width * len(network.layers) * (tokens + ROOM)  # keys and values
     logits = 4 * config.vocab_size
-    return max(1, int(min(4096, min(memory, 1 << 30) // logits, memory // cache)))
+    texts = int(min(4096, min(memory, 1 << 30) // logits, memory // cache))
+    # A prompt is read in one piece: its scores of attention and the hidden units of an MLP are whole.
+    hidden = config.mlp_hidden or config.mlp_mult * config.model_dim
+    reading = prompt * 4 * (config.num_heads * tokens + size * hidden)
+    texts = min(texts, count * max(1, int(memory // reading)))
+    if texts > count:
+        texts -= texts % count  # whole groups
+    return max(1, texts)
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
@@ -3954,10 +3980,8 @@ def generate(
     and Decoder for `compiled`. Raises FloatingPointError if the network's logits are not finite.
     """
     samples = samples or [Sample() for _ in range(len(prompts) * count)]
-    longest = max(map(len, prompts), default=0) + max_new_tokens
-    texts = texts_at_once(network, longest)
-    if texts > count:
-        texts -= texts % count  # whole groups
+    longest = max(map(len, prompts), default=1)
+    texts = texts_at_once(network, longest, longest + max_new_tokens, count)
     for start in range(0, len(samples), texts):
         rows = range(start, min(start + texts, len(samples)))
         first = start // count  # number of the first row's prompt

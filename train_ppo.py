@@ -223,6 +223,7 @@ ABSENT_FEATURES = (
     "GATED_ATTN_ENABLED",
     "GPTQ_CALIBRATION_BATCHES",
     "LN_SCALE",
+    "LORA_DROPOUT",
     "MTP_NUM_HEADS",
     "NUM_LOOPS",
     "PARALLEL_START_LAYER",
@@ -254,11 +255,16 @@ OTHER_NAMES = {
     "EMBED_LR": "TIED_EMBED_LR",
     "ENTROPY_COEFF": "ENTROPY_BETA",
     "ENT_COEF": "ENTROPY_BETA",
+    "EPSILON": "LEFT_CLIP_RANGE",
+    "EPSILON_HIGH": "RIGHT_CLIP_RANGE",
     "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "EVAL_STEPS": "VAL_LOSS_EVERY",
     "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
     "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
+    "GRADIENT_CHECKPOINTING": "ACTIVATION_CHECKPOINTING",
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HOLDOUT_TOKENS": 131072,
+    "KL_COEF": "KL_BETA",
     "LATE_QAT": "QAT",
     "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
@@ -267,9 +273,11 @@ OTHER_NAMES = {
     "LORA_R": "LORA_RANK",
     "LOSS_TYPE": "REDUCTION",
     "LR": "LEARNING_RATE",
+    "LR_SCHEDULER_TYPE": "LR_SCHEDULE",
     "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
     "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
     "MAX_ITERS": "ITERATIONS",
+    "MAX_LENGTH": "TRAIN_SEQ_LEN",
     "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
     "MAX_STEPS": "ITERATIONS",
     "MIN_LR": "LR_FLOOR",
@@ -281,21 +289,28 @@ OTHER_NAMES = {
     "MUON_WARMUP_FRAC": 0.05,
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
+    "NUM_ITERATIONS": "EPOCHS",
+    "NUM_TRAIN_EPOCHS": "EPOCHS",
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
     "OUTPUT_DIR": "OUT_DIR",
+    "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH_TOKENS",
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
+    "REPORT_TO": "TRACKER",
     "ROPE_BASE": 10000.0,
+    "SAVE_STEPS": "SAVE_EVERY",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
     "SWA_ENABLED": "SWA",
     "SWA_EVERY": "SWA",
     "TIED_EMBED_INIT_STD": 0.005,
     "TTT_ENABLED": "TTT_LORA_RANK",
     "TTT_LORA_RANK": 0,
+    "USE_PEFT": "LORA_RANK",
     "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
+    "WARMUP_RATIO": "WARMUP_FRAC",
     "WARMUP_STEPS": 2,
     "WEIGHT_DECAY": "MUON_WD",
     **dict.fromkeys(ABSENT_FEATURES, 0),
@@ -311,7 +326,9 @@ OTHER_PROGRAMS = {
 # logged (LOG_SECONDS), the tokens of a batch of validation, and details of test-time training, which
 # tools/adapt.py does.
 HARMLESS_NAMES = (
+    "LOGGING_STEPS",
     "LOG_INTERVAL",
+    "PER_DEVICE_EVAL_BATCH_SIZE",
     "TRAIN_LOG_EVERY",
     "TTT_CHUNK_SIZE",
     "TTT_EPOCHS",
@@ -323,7 +340,6 @@ HARMLESS_NAMES = (
 # The settings of all scripts that the table above does not name: one that is meant for another
 # script is an error there. Those of this script are known without it.
 OUR_SETTINGS = {
-    "ACTIVATION_CHECKPOINTING",
     "ARCH_MODE",
     "ARTIFACT",
     "ARTIFACT_BYTES_MAX",
@@ -337,7 +353,6 @@ OUR_SETTINGS = {
     "DISCOUNT",
     "DTYPE",
     "ENVIRONMENT",
-    "EPOCHS",
     "EVAL_PROMPTS",
     "EVAL_SAMPLES",
     "EVAL_STATEFUL",
@@ -358,10 +373,8 @@ OUR_SETTINGS = {
     "LABEL_SMOOTHING",
     "LAYER_PATTERN",
     "LAYOUT",
-    "LEFT_CLIP_RANGE",
     "LORA_ALPHA",
     "LOSS",
-    "LR_SCHEDULE",
     "MARGIN",
     "MARK",
     "MATRIX_BITS",
@@ -381,18 +394,15 @@ OUR_SETTINGS = {
     "POSITIONS",
     "PROMPT",
     "PROMPTS_PER_STEP",
-    "RATIO_LIMIT",
     "REPLAY",
     "RESAMPLE_ROUNDS",
     "RESUME",
     "REWARD",
     "REWARD_MODEL",
     "REWARD_SECONDS",
-    "RIGHT_CLIP_RANGE",
     "ROPE_DIMS",
     "RUN_ID",
     "SAMPLES_EVERY",
-    "SAVE_EVERY",
     "SCALAR_LR",
     "SCALE_REWARDS",
     "SCORE",
@@ -413,11 +423,9 @@ OUR_SETTINGS = {
     "TOOLS",
     "TOP_K",
     "TOP_P",
-    "TRACKER",
     "TRAIN_FILES",
     "TRAIN_ON",
     "VAL_FILES",
-    "VAL_LOSS_EVERY",
     "VOCAB_SIZE",
     "WARMDOWN_ITERS",
 }
@@ -1289,10 +1297,12 @@ def render_templates():
     import datetime
     import functools
     import json
+    import os
     import re
     import resource
     import signal
     import sys
+    import time
 
     import jinja2
     import jinja2.ext
@@ -1325,7 +1335,10 @@ def render_templates():
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    # The variable by which programs that shall give the same again are told the date.
+    seconds = float(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
+    today = datetime.datetime.fromtimestamp(seconds)
+    environment.globals["strftime_now"] = today.strftime
     compiled = functools.cache(environment.from_string)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
     for line in sys.stdin:
@@ -4552,7 +4565,13 @@ def imported_values(start, defaults):
         network = empty_network(start.config)
     weights = sum(param.numel() for param in network.parameters())
     # One core packs 8 million weights in a second: 16 s for the 135 million of SmolLM2 (docs/lab.md).
-    return {**defaults, "reserve_seconds": 5.0 + round(weights / 6e6)}
+    # The clock is longer by as much, or nothing would be left of it to train a large model.
+    packing = round(weights / 6e6)
+    return {
+        **defaults,
+        "reserve_seconds": 5.0 + packing,
+        "max_wallclock_seconds": Settings.max_wallclock_seconds + packing,
+    }
 
 
 def describe_start(settings, defaults):
@@ -5706,21 +5725,34 @@ def sampling_state(samples):
     return f"sampling: {finished} of {len(samples)} answers have ended, {tokens} tokens so far"
 
 
-def texts_at_once(network, tokens):
-    """Return how many texts of so many tokens are generated at a time.
+def texts_at_once(network, prompt, tokens, count):
+    """Return how many texts of up to so many tokens are generated at a time, `count` of a prompt.
 
-    Their keys and values take as much memory as the weights, which every step reads too, but 256 MiB
-    to 1 GiB; on CUDA an eighth of its memory. So do their logits in float32, but 1 GiB at most.
+    prompt: tokens of the longest one. The keys and values of the texts take as much memory as the
+    weights, which every step reads too, but 256 MiB to 1 GiB; on CUDA a third of what training
+    leaves. So does what it takes to read the prompts. The logits in float32 take 1 GiB at most.
     """
     config = network.config
+    embed = network.embed
     weights = sum(param.nbytes for param in network.parameters())
     memory = min(max(weights, 1 << 28), 1 << 30)
-    if network.embed.is_cuda:
-        memory = torch.cuda.get_device_properties(network.embed.device).total_memory // 8
+    size = (network.dtype or embed.dtype).itemsize  # bytes of a key's number
+    if embed.is_cuda:
+        total = torch.cuda.get_device_properties(embed.device).total_memory
+        numbers = sum(param.numel() for param in network.parameters())
+        memory = max(memory, (total - 20 * numbers) // 3)  # weights, gradients, moments, reference
+        size = (network.dtype or torch.bfloat16).itemsize
     width = config.num_kv_heads * config.attention_width
-    cache = 8 * width * len(network.layers) * (tokens + ROOM)  # keys and values, 4 bytes a number
+    cache = 2 * size * width * len(network.layers) * (tokens + ROOM)  # keys and values
     logits = 4 * config.vocab_size
-    return max(1, int(min(4096, min(memory, 1 << 30) // logits, memory // cache)))
+    texts = int(min(4096, min(memory, 1 << 30) // logits, memory // cache))
+    # A prompt is read in one piece: its scores of attention and the hidden units of an MLP are whole.
+    hidden = config.mlp_hidden or config.mlp_mult * config.model_dim
+    reading = prompt * 4 * (config.num_heads * tokens + size * hidden)
+    texts = min(texts, count * max(1, int(memory // reading)))
+    if texts > count:
+        texts -= texts % count  # whole groups
+    return max(1, texts)
 
 
 @torch.inference_mode()  # a tenth faster on a CPU than no_grad
@@ -5743,10 +5775,8 @@ def generate(
     and Decoder for `compiled`. Raises FloatingPointError if the network's logits are not finite.
     """
     samples = samples or [Sample() for _ in range(len(prompts) * count)]
-    longest = max(map(len, prompts), default=0) + max_new_tokens
-    texts = texts_at_once(network, longest)
-    if texts > count:
-        texts -= texts % count  # whole groups
+    longest = max(map(len, prompts), default=1)
+    texts = texts_at_once(network, longest, longest + max_new_tokens, count)
     for start in range(0, len(samples), texts):
         rows = range(start, min(start + texts, len(samples)))
         first = start // count  # number of the first row's prompt
@@ -6310,22 +6340,38 @@ def row_features(network, batch):
     return network.features(ids, doc=doc)[:, :length]
 
 
-def token_logps(network, batch, temperature, entropy_grad=False):
+def token_logps(network, batch, temperature=1.0):
+    """Return log-probabilities (B, T) of batch.targets, 0 where batch.mask is false.
+
+    See token_scores.
+    """
+    logps, _ = token_scores(network, batch, temperature, with_entropies=False)
+    return logps
+
+
+def token_scores(network, batch, temperature, with_entropies=True, entropy_grad=False):
     """Return log-probabilities (B, T) of batch.targets, and the entropies of their distributions.
 
     Both are 0 where batch.mask is false. Logits are made for some tokens at a time and made again
     in the backward pass: all of them, (B, T, vocabulary), would take more memory than the network.
+    with_entropies: otherwise they are 0, because they take two more passes over the logits.
     entropy_grad: whether the entropies have a gradient; otherwise no graph is kept for them.
     """
     # Several tensors of these logits live at a time, of up to 1 GiB in float32.
     count = min(4096, 2**28 // network.config.vocab_size)
 
     def chunk_logps(features, targets):
-        logps = (network.logits(features) / temperature).log_softmax(-1)  # (tokens, vocabulary)
+        logits = network.logits(features)  # (tokens, vocabulary)
+        if temperature != 1:
+            logits = logits / temperature
+        logps = logits.log_softmax(-1)
+        picked = logps.gather(1, targets[:, None])[:, 0]
+        if not with_entropies:
+            return picked, torch.zeros_like(picked)
         # Not by special.entr, whose gradient is a NaN where a probability is 0.
         with torch.set_grad_enabled(entropy_grad):
             entropies = -(logps.exp() * logps).sum(-1)
-        return logps.gather(1, targets[:, None])[:, 0], entropies
+        return picked, entropies
 
     features = row_features(network, batch)[batch.mask].split(count)  # (tokens, dim) each
     targets = batch.targets[batch.mask].split(count)
@@ -6368,16 +6414,18 @@ def score_table(columns, names):
 HANG_SECONDS = 300.0
 
 
-def imported_defaults(lora_rank):
+def imported_defaults(lora_rank, objective=""):
     """Return the settings that an imported start has in place of the defaults; see imported_values.
 
     Its weights are a good model already: high rates ruin it in a few steps. So do averages with
     weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
-    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md). Its texts are longer, too.
+    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md). Its texts are longer, too. To save it
+    takes longer than a hundred steps on a GPU.
     """
-    rate, lora_rate = IMPORTED_RATES
+    rate, lora_rate = IMPORTED_RATES.get(objective, IMPORTED_RATES[""])
     return {
         "learning_rate": lora_rate if lora_rank else rate,
+        "save_every": 500,
         "qat": False,
         "ema": False,
         "swa": False,
@@ -6393,9 +6441,15 @@ def start_settings(given):
     given: name of a setting -> value. Raises UserError.
     """
     values = stored_settings(given)
+    # A chat template may write the date (Llama 3.2). In all its days a run has that of the first.
+    date = str(int(time.time()))
+    if given.get("RESUME"):
+        checkpoint, _ = checkpoint_to_resume(find_run("RESUME", given["RESUME"], values["out_dir"]))
+        date = read_record("RESUME", checkpoint / "meta.json")["identity"].get("date", date)
+    os.environ.setdefault("SOURCE_DATE_EPOCH", date)
     if values or not given.get("INIT_FROM"):
         return values
-    defaults = imported_defaults(given.get("LORA_RANK", 0) != 0)
+    defaults = imported_defaults(given.get("LORA_RANK", 0) != 0, given.get("OBJECTIVE", ""))
     return imported_values(find_start(given["INIT_FROM"]), defaults)
 
 
@@ -7301,6 +7355,7 @@ def run_identity(settings, network, tokenizer, exam):
         **{name: getattr(settings, name, None) for name in IDENTITY},
         **asdict(network.config),
         "tokenizer_sha256": tokenizer.sha256,
+        "date": os.environ.get("SOURCE_DATE_EPOCH"),  # which a chat template may write
         "held_out_sha256": prompts.hexdigest(),
         "mark": exam.functions[0].name if exam.functions else "",
     }
