@@ -6101,6 +6101,7 @@ def open_run(settings, steps, network, tokenizer, runtime, data_sha256):
     clock = Clock(timing, runtime, replayed_progress(settings))
     identity = {name: getattr(settings, name, None) for name in IDENTITY}
     identity |= {"data_sha256": data_sha256, "tokenizer_sha256": tokenizer.sha256}
+    identity["date"] = os.environ.get("SOURCE_DATE_EPOCH")  # which a chat template may write
     # In capitals: the network has a train_seq_len, too, and may have room for more. The setting
     # decides how rows are packed.
     identity["TRAIN_SEQ_LEN"] = settings.train_seq_len
