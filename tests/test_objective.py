@@ -245,7 +245,9 @@ def test_log_probabilities_and_entropies_are_those_of_the_whole_softmax():
     alone = G.token_logps(table, batch, 0.7)
     assert (alone == found[0]).all() and G.token_scores(table, batch, 0.7, False)[1].sum() == 0
     table.embed.data[3, 5] = -2000.0
-    [slopes] = torch.autograd.grad(G.token_scores(table, batch, 0.7, entropy_grad=True)[1].sum(), table.embed)
+    [slopes] = torch.autograd.grad(
+        G.token_scores(table, batch, 0.7, entropy_grad=True)[1].sum(), table.embed
+    )
     assert slopes.isfinite().all() and slopes[3, 5] == 0
 
 
