@@ -8,6 +8,7 @@ import math
 import random
 import re
 import shutil
+import signal
 import statistics
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from conftest import (
     run_guide,
     small_network,
     spelt,
+    stop_at,
     write_lines,
 )
 
@@ -280,13 +282,14 @@ def test_wrong_settings_are_refused(changes, said):
 
 
 # ------------------------------------------------------------------------------------------------ the reference's cache
-def reference_of(network, pairs, folder, data="data", **changes):
-    """Return the reference's scores, and what the log says of them."""
+def reference_of(network, pairs, folder, data="data", first=0, **changes):
+    """Return the reference's scores, and what the log says of them. first: the first pair's number."""
     said = []
     identity = {"data_sha256": data, "tokenizer_sha256": BYTES.sha256}
     run = SimpleNamespace(runtime=ALONE, folder=folder / "run", log=said.append, identity=identity)
     trainer = D.DPOTrainer(network, settings(**changes), ALONE)
-    return D.reference_scores(trainer, [pairs], run), "; ".join(said)
+    numbers = [*range(first, first + len(pairs))]
+    return D.reference_scores(trainer, [pairs], numbers, run), "; ".join(said)
 
 
 def test_the_cache_is_read_for_the_same_weights_and_data_alone(tmp_path, monkeypatch):
@@ -304,8 +307,9 @@ def test_the_cache_is_read_for_the_same_weights_and_data_alone(tmp_path, monkeyp
     for network, data in ((other, "data"), (network_of(), "other data")):
         assert "makes" in reference_of(network, pairs, tmp_path, data)[1]
     assert "makes" in reference_of(network_of(), pairs, tmp_path, dtype="bfloat16")[1]
+    assert "makes" in reference_of(network_of(), pairs, tmp_path, first=1)[1]
     foreign, *_ = {*tmp_path.rglob("*.scores")} - {path}
-    assert len([*tmp_path.rglob("*.scores")]) == 4
+    assert len([*tmp_path.rglob("*.scores")]) == 5
     content = path.read_bytes()
     flipped = content[:-3] + bytes([content[-3] ^ 64]) + content[-2:]
     longer = content + content[32:48]
@@ -422,6 +426,39 @@ def test_a_run_resumed_in_qat_is_the_same_to_the_byte_and_no_other_rows_go_on(pl
     files.write_bytes(content)
     place.resume("resumed")
     place.same("resumed", straight)
+
+
+def test_only_pairs_that_are_read_have_a_reference(place, straight):
+    """Its first step is that of a run that scores all pairs. More steps under RESUME are refused."""
+    place.run("few", stop_at(0), 128 + signal.SIGTERM, ITERATIONS=2)
+    [scored] = re.findall(
+        r"^reference: makes log-probabilities of (\d+) pairs", place.log("few"), re.M
+    )
+    counts = re.search(r"(\d+) to choose between averages, (\d+) held out", place.log("few"))
+    others = int(counts[1]) + min(64, int(counts[2]))
+    assert int(scored) == 2 * place.tiny["PAIRS_PER_STEP"] + others
+    assert "ITERATIONS=2 are 0." in place.log("few")
+    line = place.refused("few", **place.resumed, ITERATIONS=3)
+    assert line.startswith("error: ITERATIONS=3: must stay under RESUME")
+    place.resume("few")
+    for name in ("loss", "margin", "accuracy"):
+        assert place.steps("few")[0][name] == place.steps(straight)[0][name]
+
+
+def test_defaults_of_an_imported_start():
+    """A reward model begins with a head of zeros, which moves at LEAST_HEAD_RATE at least."""
+    assert D.imported_defaults(0, "dpo")["learning_rate"] == 1e-6
+    assert D.imported_defaults(16, "ipo")["learning_rate"] == 2e-5
+    assert D.imported_defaults(0, "reward")["learning_rate"] == 1e-5
+    network = network_of()
+    D.add_value_head(network)
+    for rate, expected in ((1e-6, 1e-4), (0.01, 0.01)):
+        params = dict(network.named_parameters())
+        optimizers = D.make_optimizers(params, settings(learning_rate=rate), ALONE)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        rates = {id(param): group["lr"] for group in groups for param in group["params"]}
+        assert rates.pop(id(network.w_value)) == expected and set(rates.values()) == {rate}
+        assert len(rates) == len(params) - 1
 
 
 def test_other_objectives_end_well(place, straight):

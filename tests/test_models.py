@@ -440,7 +440,7 @@ def test_an_imported_start_has_defaults_of_its_own(imported):
         values = script.start_settings(start_from)
         assert not values["qat"] and values["artifact_bytes_max"] == 0
         lora = script.start_settings({**start_from, "LORA_RANK": "4"})
-        assert (values["learning_rate"], lora["learning_rate"]) == script.IMPORTED_RATES
+        assert (values["learning_rate"], lora["learning_rate"]) == script.IMPORTED_RATES[""]
     given = {**start_from, "OPTIMIZER": "lion", "SCALAR_LR": "0.5"}
     presets = {"OPTIMIZER": T.OPTIMIZER_PRESETS}
     found = T.load_settings(T.Settings, given, (), presets, T.shape_settings)

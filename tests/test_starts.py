@@ -101,6 +101,20 @@ def test_tensors_that_a_script_does_not_know(tmp_path, call):
     assert code == 2 and message in error, error
 
 
+def test_the_clock_of_an_imported_start_has_time_to_pack(monkeypatch):
+    """A second for 6 million weights, which the reserve and the clock both have more."""
+    weights = [torch.empty(12_000_000, device="meta")]
+    monkeypatch.setattr(
+        T, "empty_network", lambda config: SimpleNamespace(parameters=lambda: weights)
+    )
+    tokenizer = SimpleNamespace(name="bytes")
+    start = SimpleNamespace(config=SimpleNamespace(context=64), source="x", tokenizer=tokenizer)
+    values = T.imported_values(start, {"qat": False})
+    assert values == {"qat": False, "reserve_seconds": 7.0, "max_wallclock_seconds": 602.0}
+    start.config.context = 0
+    assert T.imported_values(start, {"qat": False}) == {}
+
+
 def test_a_checkpoint_says_its_shape(tmp_path):
     net = network(0)
     checkpoint = save(tmp_path / "run", 5, net)

@@ -47,6 +47,14 @@ def test_texts_are_those_of_transformers():
         assert text_of(source) == expected, name
 
 
+def test_the_date_is_that_of_the_run(monkeypatch):
+    """SOURCE_DATE_EPOCH is what a run sets for its process of templates; another process reads it anew."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", str(43200 + 86400 * 364))
+    process = S.TemplateProcess()
+    monkeypatch.setattr(S, "template_process", lambda: process)
+    assert text_of("{{ strftime_now('%d %b %Y') }}") == "31 Dec 1970"
+
+
 FAULTS = {
     "{{ raise_exception('no\nsystem') }}": "no",
     "{% if %}": "Expected an expression",
