@@ -438,7 +438,7 @@ def test_only_pairs_that_are_read_have_a_reference(place, straight):
     others = int(counts[1]) + min(64, int(counts[2]))
     assert int(scored) == 2 * place.tiny["PAIRS_PER_STEP"] + others
     assert "ITERATIONS=2 are 0." in place.log("few")
-    line = place.refused("few", **place.resumed, ITERATIONS=3)
+    line = place.refused("few", **{**place.resumed, "ITERATIONS": 3})
     assert line.startswith("error: ITERATIONS=3: must stay under RESUME")
     place.resume("few")
     for name in ("loss", "margin", "accuracy"):
