@@ -388,6 +388,7 @@ OUR_SETTINGS = {
     "POSITIONS",
     "PROMPT",
     "PROMPTS_PER_STEP",
+    "RATIO_LIMIT",
     "REPLAY",
     "RESAMPLE_ROUNDS",
     "RESUME",
