@@ -7598,11 +7598,13 @@ def make_optimizers(params, settings, runtime):
     matrices = dict(params=classes["matrix"], **rates)
     others = [dict(params=classes[name], **rates) for name in ("adapter", "embedding", "head")]
     # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
-    head = params["w_value"]
+    head = params.get("w_value")
     controls = [param for param in classes["control"] if param is not head]
     controls = dict(params=controls, lr=settings.learning_rate, weight_decay=0.0)
     head_rate = max(LEAST_HEAD_RATE, settings.learning_rate)
-    groups = [controls, dict(params=[head], lr=head_rate, weight_decay=0.0)]
+    groups = [controls]
+    if head is not None:
+        groups.append(dict(params=[head], lr=head_rate, weight_decay=0.0))
     adamw = OPTIMIZERS["adamw"]
     if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
         return [Muon([matrices], runtime), adamw([*others, *groups])]
