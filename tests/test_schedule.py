@@ -280,12 +280,15 @@ def test_all_ranks_use_rank_0s_clock(now, monkeypatch):
     def broadcast(packet, src):
         packet.copy_(packets.setdefault(step, packet.clone()))  # the first to send is rank 0
 
+    waits = []
     monkeypatch.setattr(T.dist, "broadcast", broadcast)
+    monkeypatch.setattr(T.dist, "all_reduce", waits.append)
     ranks = []
     for rank in range(2):
         clock = T.Clock(settings(), T.Runtime(rank, 2, torch.device("cpu"), True))
         clock.start()
         ranks.append((clock, T.Plan(settings())))
+    assert len(waits) == 2  # each clock begins when all ranks are ready
     step = 0
     while not ranks[0][0].is_last(step):
         for rank, (clock, plan) in enumerate(ranks):
