@@ -3205,7 +3205,9 @@ def choose_kernels(choice, network, runtime, log):
             reason = repr(fault)
         failures = runtime.sum(network.embed.new_tensor(float(not good)))  # ranks must not differ
         if failures and good:
-            reason = f"{failures:g} other ranks refuse it"
+            reason = f"{failures:g} other ranks refuse it, and say why on their standard error"
+        elif failures and runtime.rank:
+            report_error(f"kernels: {name}: {reason}")  # the log is rank 0's
         log(f"kernels: {name} {'left out' if failures else 'taken'}: {reason}")
         if failures:
             del FAST[name]
@@ -3488,13 +3490,14 @@ def step_optimizers(optimizers, multiplier, finite):
     it: where it is false, gradients and learning rates become 0, so any optimizer of PyTorch fits.
     Momentum and moments then decay by a step.
     """
+    wrong = ~finite
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = finite * (initial_lr * multiplier)  # 0-d, on the device
             for param in group["params"]:
                 if finite.is_cuda:
-                    param.grad.masked_fill_(~finite, 0.0)
+                    param.grad.masked_fill_(wrong, 0.0)
                 elif not finite:  # on a CPU it costs nothing to read it
                     param.grad.zero_()
         optimizer.step()
@@ -3583,7 +3586,11 @@ class Clock(Stateful):
         return self.before + time.perf_counter() - self.started
 
     def start(self):
-        """Let the clock run."""
+        """Let the clock run, on every rank from when the last one is ready.
+
+        NCCL lets rank 0 send without waiting for the others; the first step would wait for them.
+        """
+        self.runtime.sum(torch.zeros((), device=self.runtime.device)).item()
         self.started = time.perf_counter()
 
     def stop(self):
