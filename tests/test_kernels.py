@@ -101,7 +101,7 @@ def test_forms_that_are_wrong_are_named_and_left_out(monkeypatch, dtype):
         assert line.startswith(f"kernels: {name} left out: ")
 
 
-def test_what_is_checked_and_who_decides(monkeypatch):
+def test_what_is_checked_and_who_decides(monkeypatch, capfd):
     """No form that no layer uses; none that is not asked for; and none that a rank refuses."""
     for choice, device in (("plain", "cuda"), ("auto", "cpu")):
         T.choose_kernels(choice, network(), runtime(device), pytest.fail)
@@ -122,7 +122,12 @@ def test_what_is_checked_and_who_decides(monkeypatch):
     monkeypatch.setattr(T.Runtime, "sum", lambda self, failures: failures + 2)
     T.choose_kernels("auto", network(), runtime("cuda"), lines.append)
     assert T.FAST == {}
-    assert lines[0] == "kernels: attention left out: 2 other ranks refuse it"
+    assert lines[0].startswith("kernels: attention left out: 2 other ranks refuse it")
+    # The rank that refuses says why, for rank 0's log cannot.
+    monkeypatch.setattr(T, "check_attention", missing_gdn)
+    capfd.readouterr()
+    T.choose_kernels("auto", network(layers="a a"), T.replace(runtime("cuda"), rank=1), lines.append)
+    assert re.match(r"kernels: attention: \w+\(", capfd.readouterr().err)
 
 
 # ----------------------------------------------------------------------------------------- attention
