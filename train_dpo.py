@@ -43,6 +43,7 @@ Scores call the same forward: a term of training alone goes behind torch.is_grad
 
 import atexit
 import base64
+import calendar
 import collections
 import contextlib
 import copy
@@ -6715,6 +6716,7 @@ def main():
         needed = sorted(set(pairs_of(range(count))))
 
     log(describe_start(settings, imported_defaults(settings.lora_rank, settings.objective)))
+    note_limits(settings, network.config, tokenizer, log)
     log(f"policy: {source}, layers {network.config.layers}")
     adapt(network, settings, runtime.device)
     if is_reward:

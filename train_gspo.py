@@ -55,6 +55,7 @@ computed without gradients: no value in the forward may depend on torch.is_grad_
 import asyncio
 import base64
 import bisect
+import calendar
 import collections
 import contextlib
 import copy
@@ -8190,7 +8191,7 @@ def main():
     # run folder and log, policy, trainer, averages
     clock = Clock(settings, runtime, replayed_progress(settings))
     plan = Plan(settings)
-    identity = run_identity(settings, network, tokenizer, exam)
+    identity = run_identity(settings, network, tokenizer, problems, exam)
     run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
     handle_stop_signals(run.end_at_once)
     checkpoint = run.open()
@@ -8198,6 +8199,7 @@ def main():
         run.write_file(tokenizer.file, tokenizer.content)
     choose_kernels(settings.kernels, network, runtime, run.log)
     run.log(describe_start(settings, imported_defaults(settings.lora_rank)))
+    note_limits(settings, network.config, tokenizer, run.log)
     run.log("\n".join(map(str, reports)))
     run.log(
         f"policy: {source}\nproblems: {len(problems)} to train on, "

@@ -53,6 +53,7 @@ computed without gradients: no value in the forward may depend on torch.is_grad_
 
 import asyncio
 import base64
+import calendar
 import collections
 import contextlib
 import copy
@@ -7544,17 +7545,33 @@ def load_judge(settings, tokenizer, runtime):
 
 
 @torch.no_grad()
-def answer_values(network, answers, tokens):
+def answer_end(tokenizer):
+    """Return the token that ends an answer: <|end|>, or of several the one that the template writes."""
+    if tokenizer.roles:
+        return tokenizer.roles["<|end|>"]
+    facts = tokenizer.facts
+    if "template" in facts:
+        for text in stop_texts(tokenizer):
+            if text in facts["template"]:
+                return facts["added"][text]
+    return facts.get("stop", [tokenizer.bos_id])[0]
+
+
+def answer_values(network, tokenizer, answers, tokens):
     """Return the scores (n,), on the CPU, of Answers by a reward model.
 
-    A score is w_value times the features of the answer's last token, which reads the whole. At most
-    `tokens` tokens are in a batch.
+    A score is w_value times the features of the answer's last token, which reads the whole. The model
+    was trained on answers that end: one that was cut is scored as if it ended there, or a policy would
+    gain by never ending. At most `tokens` tokens are in a batch.
     """
+    end = answer_end(tokenizer)
     texts = []
     for number, answer in enumerate(answers):
         # One target behind the whole text: the mask is where its last token is. Batches have
         # another order: the advantage is the answer's number.
         text = [*answer.prompt, *answer.ids]
+        if not answer.finished:
+            text.append(end)
         texts.append(Answer(prompt=text, ids=[0], logps=[0.0], advantage=number))
     values = torch.zeros(len(answers))
     for batch in make_batches(texts, network.embed.device, tokens):
@@ -7566,7 +7583,9 @@ def answer_values(network, answers, tokens):
 
 def judged(trainer, answers):
     """Fill in what the reward model gives answers, whose very tokens it reads; return it (n,)."""
-    values = answer_values(trainer.reward_model, answers, trainer.micro_tokens).double()
+    values = answer_values(
+        trainer.reward_model, trainer.tokenizer, answers, trainer.micro_tokens
+    ).double()
     fault = None
     if not torch.isfinite(values).all():
         fault = RewardFault("REWARD_MODEL: gives a score that is not finite")
@@ -7914,7 +7933,7 @@ def main():
     # run folder and log, policy, trainer, averages
     clock = Clock(settings, runtime, replayed_progress(settings))
     plan = Plan(settings)
-    identity = run_identity(settings, network, tokenizer, exam)
+    identity = run_identity(settings, network, tokenizer, problems, exam)
     run = Run(settings, runtime, plan, clock, identity, asdict(network.config))
     handle_stop_signals(run.end_at_once)
     checkpoint = run.open()
@@ -7922,6 +7941,7 @@ def main():
         run.write_file(tokenizer.file, tokenizer.content)
     choose_kernels(settings.kernels, network, runtime, run.log)
     run.log(describe_start(settings, imported_defaults(settings.lora_rank)))
+    note_limits(settings, network.config, tokenizer, run.log)
     run.log("\n".join(map(str, reports)))
     run.log(
         f"policy: {source}\nproblems: {len(problems)} to train on, "

@@ -49,6 +49,7 @@ Scores call the same forward: a term of training alone goes behind torch.is_grad
 import atexit
 import base64
 import bisect
+import calendar
 import collections
 import contextlib
 import copy
@@ -6777,6 +6778,7 @@ def main():
     run.parts.update(projection=trainer.projection, trainer=trainer, **trainer.parts)
     if settings.init_from:
         log(describe_start(settings, imported_defaults(settings.lora_rank)))
+        note_limits(settings, network.config, tokenizer, log)
     log(f"model: {source}, layers {network.config.layers}")
     log(f"parameters: {name_values(count_parameters(network))}")
     log(f"batch: an epoch is {len(windows_of(0))} windows in {epoch_steps} steps")

@@ -1763,9 +1763,16 @@ def run(arguments=None):
         field=args.field,
     )
     out = args.out or Path(os.path.relpath(Path(__file__).resolve().parent / name))
-    manifest = prepare(request, out, args.workers or os.cpu_count())
+    manifest = prepare(request, out, args.workers or available_cores())
     print("dropped: " + ", ".join(f"{n:,} {kind}" for kind, n in manifest["dropped"].items()))
     print_summary(out, manifest)
+
+
+def available_cores():
+    """Return how many cores this process may use; a container may have fewer than the machine."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def main():

@@ -126,7 +126,9 @@ def test_what_is_checked_and_who_decides(monkeypatch, capfd):
     # The rank that refuses says why, for rank 0's log cannot.
     monkeypatch.setattr(T, "check_attention", missing_gdn)
     capfd.readouterr()
-    T.choose_kernels("auto", network(layers="a a"), T.replace(runtime("cuda"), rank=1), lines.append)
+    T.choose_kernels(
+        "auto", network(layers="a a"), T.replace(runtime("cuda"), rank=1), lines.append
+    )
     assert re.match(r"kernels: attention: \w+\(", capfd.readouterr().err)
 
 

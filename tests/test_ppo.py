@@ -32,7 +32,7 @@ from policies import (
     trainer,
 )
 
-from conftest import refusal
+from conftest import BYTES, refusal
 
 pytestmark = pytest.mark.usefixtures("default_dtype")
 
@@ -297,17 +297,26 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
     judge = valued(seed=4, model_dim=32)  # of another width
     before = state(judge)
     answers = answers_of(9)
+    for answer in answers[::2]:
+        answer.finished = True
     expected = []
     for answer in answers:
-        features = judge.features(torch.tensor([[*answer.prompt, *answer.ids]]))
+        end = [] if answer.finished else [BYTES.bos_id]
+        features = judge.features(torch.tensor([[*answer.prompt, *answer.ids, *end]]))
         expected.append((features[0, -1] @ judge.w_value).item())
     for tokens in (1 << 30, 30, 1):
-        assert P.answer_values(judge, answers, tokens).tolist() == pytest.approx(expected)
-    assert max(expected) - min(expected) > 0.1 and len(P.answer_values(judge, [], 10)) == 0
+        assert P.answer_values(judge, BYTES, answers, tokens).tolist() == pytest.approx(expected)
+    assert max(expected) - min(expected) > 0.1 and len(P.answer_values(judge, BYTES, [], 10)) == 0
+
+    # Llama 3's files name several ends; its template writes one of them.
+    facts = dict(added={"<a>": 5, "<b>": 6, "<c>": 7}, stop=[5, 6, 7], template="{{ x }}<b>")
+    assert P.answer_end(SimpleNamespace(roles={}, facts=facts)) == 6
+    assert P.answer_end(SimpleNamespace(roles={}, facts={**facts, "template": "{{ eos_token }}"})) == 5
+    assert P.answer_end(P.with_roles(BYTES)) == P.with_roles(BYTES).roles["<|end|>"]
 
     own = trainer(P, parts=dict(reward_model=judge, train_dataset=QUERIES), iterations=2)
     rollout = own.rollout(QUERIES, 0)
-    expected = P.answer_values(judge, sampled(own), 1 << 30).tolist()
+    expected = P.answer_values(judge, own.tokenizer, sampled(own), 1 << 30).tolist()
     found = [answer.advantage for answer in itertools.chain(*rollout.groups)]
     assert found == pytest.approx(expected, abs=1e-12) and len(set(expected)) == 12
     assert rollout.metrics["reward"] == pytest.approx(statistics.mean(expected), abs=1e-9)
@@ -316,7 +325,7 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
     found = P.JudgedExam(problems, [is_long]).scores(own)
     seeds = [(1337, P.EVAL_STEP, number) for number in range(4)]
     answers = own.sample(QUERIES, 8, 1.0, seeds)
-    expected = P.answer_values(judge, answers, 1 << 30).view(4, 8).mean(1)
+    expected = P.answer_values(judge, own.tokenizer, answers, 1 << 30).view(4, 8).mean(1)
     assert (found["reward_model"] - expected).abs().max() < 1e-9
     marks = torch.tensor([float(len(answer.text) > 2) for answer in answers]).view(4, 8)
     assert torch.equal(found["pass1"], marks.mean(1)) and torch.equal(found["pass8"], marks.amax(1))
