@@ -622,7 +622,6 @@ def render_templates():
     import resource
     import signal
     import sys
-    import time
 
     import jinja2
     import jinja2.ext
@@ -655,9 +654,10 @@ def render_templates():
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    # The variable by which programs that shall give the same again are told the date.
-    seconds = float(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
-    today = datetime.datetime.fromtimestamp(seconds)
+    # Programs that shall give the same again are told the date by this variable.
+    today = datetime.datetime.now()
+    if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
+        today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
     environment.globals["strftime_now"] = today.strftime
     compiled = functools.cache(environment.from_string)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))

@@ -1237,7 +1237,6 @@ def render_templates():
     import resource
     import signal
     import sys
-    import time
 
     import jinja2
     import jinja2.ext
@@ -1270,9 +1269,10 @@ def render_templates():
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    # The variable by which programs that shall give the same again are told the date.
-    seconds = float(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
-    today = datetime.datetime.fromtimestamp(seconds)
+    # Programs that shall give the same again are told the date by this variable.
+    today = datetime.datetime.now()
+    if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
+        today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
     environment.globals["strftime_now"] = today.strftime
     compiled = functools.cache(environment.from_string)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
@@ -1564,6 +1564,11 @@ def file_rows(path):
         raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
+    if path.lower().endswith((".csv", ".tsv", ".xlsx", ".arrow")):
+        raise UserError(
+            f"{path}: must be .jsonl, .json or .parquet, perhaps packed as .gz or .zst; "
+            "pandas.read_csv(FILE).to_json(FILE, orient='records', lines=True) writes .jsonl"
+        )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
     # Some editors put a mark, of three bytes, before UTF-8.

@@ -1318,7 +1318,6 @@ def render_templates():
     import resource
     import signal
     import sys
-    import time
 
     import jinja2
     import jinja2.ext
@@ -1351,9 +1350,10 @@ def render_templates():
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    # The variable by which programs that shall give the same again are told the date.
-    seconds = float(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
-    today = datetime.datetime.fromtimestamp(seconds)
+    # Programs that shall give the same again are told the date by this variable.
+    today = datetime.datetime.now()
+    if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
+        today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
     environment.globals["strftime_now"] = today.strftime
     compiled = functools.cache(environment.from_string)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
@@ -1645,6 +1645,11 @@ def file_rows(path):
         raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
+    if path.lower().endswith((".csv", ".tsv", ".xlsx", ".arrow")):
+        raise UserError(
+            f"{path}: must be .jsonl, .json or .parquet, perhaps packed as .gz or .zst; "
+            "pandas.read_csv(FILE).to_json(FILE, orient='records', lines=True) writes .jsonl"
+        )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
     # Some editors put a mark, of three bytes, before UTF-8.
@@ -5207,6 +5212,8 @@ SETTING_NAMES = {
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
     "data_sha256": "TRAIN_FILES or VAL_FILES, or EMA and SWA (SHA-256 of the rows)",
+    "problems_sha256": "TRAIN_FILES, or EMA and SWA (SHA-256 of the problems)",
+    "date": "SOURCE_DATE_EPOCH",
     "held_out_sha256": "TRAIN_FILES, VAL_FILES or ENVIRONMENT (SHA-256 of held-out prompts or seeds)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
 }
@@ -6467,11 +6474,16 @@ def start_settings(given):
     """
     values = stored_settings(given)
     # A chat template may write the date (Llama 3.2). In all its days a run has that of the first.
-    date = str(int(time.time()))
+    date = os.environ.get("SOURCE_DATE_EPOCH") or calendar.timegm(time.localtime())
     if given.get("RESUME"):
         checkpoint, _ = checkpoint_to_resume(find_run("RESUME", given["RESUME"], values["out_dir"]))
         date = read_record("RESUME", checkpoint / "meta.json")["identity"].get("date", date)
-    os.environ.setdefault("SOURCE_DATE_EPOCH", date)
+    try:
+        os.environ["SOURCE_DATE_EPOCH"] = str(int(date))
+    except ValueError:
+        raise UserError(
+            f"SOURCE_DATE_EPOCH={date!r}: must be seconds since 1970, or unset"
+        ) from None
     if values or not given.get("INIT_FROM"):
         return values
     defaults = imported_defaults(given.get("LORA_RANK", 0) != 0, given.get("OBJECTIVE", ""))
@@ -6500,6 +6512,22 @@ def load_start(settings):
     merge_lora(network)  # a checkpoint may have adapters; the run makes its own
     network.activation_checkpointing = settings.activation_checkpointing
     return set_dtype(network, settings), tokenizer, source
+
+
+def note_limits(settings, config, tokenizer, log):
+    """Log what an imported model may not do as it should: end its answers, or see all of its text."""
+    if settings.lora_rank and "template_end" in tokenizer.facts:
+        log(
+            f"note: LORA_RANK={settings.lora_rank}: only the chat template ends answers with "
+            f"{tokenizer.facts['template_end']!r}, which a base model may never have learned to write, "
+            "and adapters do not train its embedding: if answers do not end, train with LORA_RANK=0 first"
+        )
+    longest = getattr(settings, "train_seq_len", 0) or settings.max_new_tokens
+    if 0 < config.context < longest:
+        log(
+            f"note: texts may have {longest} tokens, but the imported model was made for "
+            f"{config.context}: what is behind them it has never seen"
+        )
 
 
 def set_dtype(network, settings):
@@ -7365,12 +7393,13 @@ FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
 
 
-def run_identity(settings, network, tokenizer, exam):
+def run_identity(settings, network, tokenizer, problems, exam):
     """Return what must stay under RESUME.
 
-    Of the held-out problems it has the prompts, and the function that marks the answers: `gain` would
-    compare other ones.
+    Of the problems to train on it has all fields. Of the held-out ones it has the prompts, and the
+    function that marks the answers: `gain` would compare other ones.
     """
+    rows = json.dumps(list(problems), default=str)
     prompts = hashlib.sha256()
     for problem in exam.problems:
         if isinstance(problem, dict):
@@ -7381,6 +7410,7 @@ def run_identity(settings, network, tokenizer, exam):
         **asdict(network.config),
         "tokenizer_sha256": tokenizer.sha256,
         "date": os.environ.get("SOURCE_DATE_EPOCH"),  # which a chat template may write
+        "problems_sha256": hashlib.sha256(rows.encode()).hexdigest(),
         "held_out_sha256": prompts.hexdigest(),
         "mark": exam.functions[0].name if exam.functions else "",
     }
