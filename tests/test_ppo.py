@@ -301,7 +301,7 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
         answer.finished = True
     expected = []
     for answer in answers:
-        end = [] if answer.finished else [BYTES.bos_id]
+        end = [] if answer.finished else [P.answer_end(BYTES)]
         features = judge.features(torch.tensor([[*answer.prompt, *answer.ids, *end]]))
         expected.append((features[0, -1] @ judge.w_value).item())
     for tokens in (1 << 30, 30, 1):
@@ -311,7 +311,9 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
     # Llama 3's files name several ends; its template writes one of them.
     facts = dict(added={"<a>": 5, "<b>": 6, "<c>": 7}, stop=[5, 6, 7], template="{{ x }}<b>")
     assert P.answer_end(SimpleNamespace(roles={}, facts=facts)) == 6
-    assert P.answer_end(SimpleNamespace(roles={}, facts={**facts, "template": "{{ eos_token }}"})) == 5
+    assert (
+        P.answer_end(SimpleNamespace(roles={}, facts={**facts, "template": "{{ eos_token }}"})) == 5
+    )
     assert P.answer_end(P.with_roles(BYTES)) == P.with_roles(BYTES).roles["<|end|>"]
 
     own = trainer(P, parts=dict(reward_model=judge, train_dataset=QUERIES), iterations=2)
