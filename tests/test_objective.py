@@ -871,12 +871,15 @@ def test_the_default_dtype_of_a_program_may_be_another_one(M, monkeypatch):
 
 
 # ---------------------------------------------------------------------------- what RESUME compares
-def test_the_held_out_prompts_must_stay_under_resume():
+@pytest.mark.parametrize("name", ["held_out_sha256", "problems_sha256"])
+def test_prompts_must_stay_under_resume(name):
     """In their order and number: `gain` compares scores by prompt. Answers may be mended."""
     network = policy()
 
-    def digest(held_out):
-        return G.run_identity(G.Settings(), network, BYTES, G.Exam(held_out, []))["held_out_sha256"]
+    def digest(problems):
+        both = {"held_out_sha256": [], "problems_sha256": []} | {name: problems}
+        exam = G.Exam(both["held_out_sha256"], [])
+        return G.run_identity(G.Settings(), network, BYTES, both["problems_sha256"], exam)[name]
 
     first = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
     mended = [{**problem, "answer": None} for problem in first]
@@ -893,7 +896,7 @@ def test_marks_of_two_functions_are_not_compared():
         return G.Exam([], [G.RewardFunction(name) for name in names])
 
     def identity(*names):
-        return G.run_identity(G.Settings(), network, BYTES, exam_of(*names))
+        return G.run_identity(G.Settings(), network, BYTES, [], exam_of(*names))
 
     begun = identity("exact", "short")
     G.check_identity(identity("exact"), begun)

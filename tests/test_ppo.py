@@ -310,9 +310,12 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
 
     # Llama 3's files name several ends; its template writes one of them.
     facts = dict(added={"<a>": 5, "<b>": 6, "<c>": 7}, stop=[5, 6, 7], template="{{ x }}<b>")
-    assert P.answer_end(SimpleNamespace(roles={}, facts=facts)) == 6
+    assert P.answer_end(SimpleNamespace(roles={}, bos_id=1, facts=facts)) == 6
     assert (
-        P.answer_end(SimpleNamespace(roles={}, facts={**facts, "template": "{{ eos_token }}"})) == 5
+        P.answer_end(
+            SimpleNamespace(roles={}, bos_id=1, facts={**facts, "template": "{{ eos_token }}"})
+        )
+        == 5
     )
     assert P.answer_end(P.with_roles(BYTES)) == P.with_roles(BYTES).roles["<|end|>"]
 

@@ -2,8 +2,10 @@
 trained on; defaults of an imported start.
 """
 
+import os
 import re
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +115,43 @@ def test_the_clock_of_an_imported_start_has_time_to_pack(monkeypatch):
     assert values == {"qat": False, "reserve_seconds": 7.0, "max_wallclock_seconds": 602.0}
     start.config.context = 0
     assert T.imported_values(start, {"qat": False}) == {}
+
+
+def test_what_an_imported_model_may_not_do_is_noted():
+    """Ends that only a template writes, with adapters alone; texts beyond its positions."""
+    tokenizer = SimpleNamespace(facts={"template_end": "<|im_end|>"})
+    config = SimpleNamespace(context=2048)
+    lines = []
+    S.note_limits(S.Settings(lora_rank=4, train_seq_len=2048), config, tokenizer, lines.append)
+    [line] = lines
+    assert line.startswith("note: LORA_RANK=4: ") and "'<|im_end|>'" in line
+    S.note_limits(S.Settings(train_seq_len=2049), config, tokenizer, lines.append)
+    assert lines[1].startswith("note: texts may have 2049 tokens") and len(lines) == 2
+    config.context = 0  # a model of our own
+    S.note_limits(S.Settings(train_seq_len=4096), config, tokenizer, lines.append)
+    S.note_limits(S.Settings(lora_rank=4), config, SimpleNamespace(facts={}), lines.append)
+    assert len(lines) == 2
+
+
+def test_the_date_of_a_run_stays_under_resume(tmp_path, monkeypatch):
+    """Whatever the environment says then; a new run takes the environment's, or today's in local time."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "")
+    S.start_settings({})
+    today = time.strftime("%Y-%m-%d")
+    assert time.strftime("%Y-%m-%d", time.gmtime(int(os.environ["SOURCE_DATE_EPOCH"]))) == today
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "315532800")
+    S.start_settings({})
+    assert os.environ["SOURCE_DATE_EPOCH"] == "315532800"
+    checkpoint = save(tmp_path / "run", 5, network(0))
+    (checkpoint / "training.pt").exists() or (checkpoint / "training.pt").write_bytes(b"")
+    meta = read_json(checkpoint / "meta.json")
+    meta |= {"settings": vars(S.Settings(out_dir=str(tmp_path))), "identity": {"date": "86400"}}
+    parts = {"model": network(0).state_dict(), "training": {}}
+    T.write_checkpoint(checkpoint, parts, meta)
+    S.start_settings({"RESUME": "run", "OUT_DIR": str(tmp_path)})
+    assert os.environ["SOURCE_DATE_EPOCH"] == "86400"
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    refusal(S.UserError, "^SOURCE_DATE_EPOCH='today': must be seconds", S.start_settings, {})
 
 
 def test_a_checkpoint_says_its_shape(tmp_path):

@@ -408,6 +408,7 @@ def test_files_that_are_missing_or_too_small_are_refused(tmp_path):
         (tmp_path / "none", "no such file; data/tasks.py"),
         (path, "TRAIN_FILES=.* 0 problems to train on, [1-9] held out"),
         (tmp_path, "a folder"),
+        (write_lines(tmp_path / "a.CSV", GOOD), "a.CSV: must be .jsonl, .json or .parquet"),
         (f"{path}:2, {path}", "each once"),
         (f"{path}:2", "has weights"),
     ):
