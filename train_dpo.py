@@ -5275,7 +5275,7 @@ SETTING_NAMES = {
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
     "data_sha256": "TRAIN_FILES or VAL_FILES, or EMA and SWA (SHA-256 of the rows)",
-    "problems_sha256": "TRAIN_FILES, or EMA and SWA (SHA-256 of the problems)",
+    "problems_sha256": "TRAIN_FILES, or EMA and SWA (SHA-256 of the prompts)",
     "date": "SOURCE_DATE_EPOCH",
     "held_out_sha256": "TRAIN_FILES, VAL_FILES or ENVIRONMENT (SHA-256 of held-out prompts or seeds)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",

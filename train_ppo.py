@@ -5196,7 +5196,7 @@ SETTING_NAMES = {
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
     "data_shares": "DATA_PATH (shares of the folders)",
     "data_sha256": "TRAIN_FILES or VAL_FILES, or EMA and SWA (SHA-256 of the rows)",
-    "problems_sha256": "TRAIN_FILES, or EMA and SWA (SHA-256 of the problems)",
+    "problems_sha256": "TRAIN_FILES, or EMA and SWA (SHA-256 of the prompts)",
     "date": "SOURCE_DATE_EPOCH",
     "held_out_sha256": "TRAIN_FILES, VAL_FILES or ENVIRONMENT (SHA-256 of held-out prompts or seeds)",
     "tokenizer_sha256": "TOKENIZER_PATH (SHA-256 of the file)",
@@ -7377,25 +7377,28 @@ FIRST_STEPS = 10  # a run whose first steps teach nothing ends: a dead start
 MIN_CHANGED_SHARE = 1e-3  # of the artifact's codes; fewer than this are reported
 
 
+def prompts_sha256(problems):
+    """Return the SHA-256 of the prompts of problems, in their order. Their answers may be mended."""
+    digest = hashlib.sha256()
+    for problem in problems:
+        if isinstance(problem, dict):
+            problem = query_turns(problem)
+        digest.update(json.dumps(problem).encode())
+    return digest.hexdigest()
+
+
 def run_identity(settings, network, tokenizer, problems, exam):
     """Return what must stay under RESUME.
 
-    Of the problems to train on it has all fields. Of the held-out ones it has the prompts, and the
-    function that marks the answers: `gain` would compare other ones.
+    Of the exam that is the function that marks the answers, too: `gain` would compare other marks.
     """
-    rows = json.dumps(list(problems), default=str)
-    prompts = hashlib.sha256()
-    for problem in exam.problems:
-        if isinstance(problem, dict):
-            problem = query_turns(problem)
-        prompts.update(json.dumps(problem).encode())
     return {
         **{name: getattr(settings, name, None) for name in IDENTITY},
         **asdict(network.config),
         "tokenizer_sha256": tokenizer.sha256,
         "date": os.environ.get("SOURCE_DATE_EPOCH"),  # which a chat template may write
-        "problems_sha256": hashlib.sha256(rows.encode()).hexdigest(),
-        "held_out_sha256": prompts.hexdigest(),
+        "problems_sha256": prompts_sha256(problems),
+        "held_out_sha256": prompts_sha256(exam.problems),
         "mark": exam.functions[0].name if exam.functions else "",
     }
 
