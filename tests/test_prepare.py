@@ -655,3 +655,15 @@ def test_yardsticks_are_those_of_the_text(tmp_path):
     expected = {name: size / len(text) for name, size in sizes.items()}
     assert found == pytest.approx(expected, rel=1e-12)
     assert 1.0 < found["trigram_bpb"] < found["bigram_bpb"] < 5.0
+
+
+def test_a_pipe_is_refused(tmp_path):
+    """The text is read more than once."""
+    os.mkfifo(tmp_path / "pipe")
+    command = [str(tmp_path / "pipe"), "--out", str(tmp_path / "out")]
+    refusal(prepare.UserError, "must be a file or a folder", prepare.run, command)
+
+
+def test_the_cores_of_a_container_count(monkeypatch):
+    monkeypatch.setattr(prepare.os, "sched_getaffinity", lambda process: {3, 5}, raising=False)
+    assert prepare.available_cores() == 2
