@@ -2276,6 +2276,7 @@ def answer_ids(tokenizer, before, answer):
     if "template" not in tokenizer.facts:
         return [*tokenizer.encode(turn[1]), tokenizer.roles.get("<|end|>", tokenizer.bos_id)]
     text, begin = answered_text(tokenizer, [*before, turn])
+    check_text(tokenizer, turn, text[begin:])
     return tokenizer.encode_marked(text[begin:])
 
 
@@ -5209,7 +5210,11 @@ def score_win(models, path, settings):
     for model in both:
         answers = answer_questions(model, questions, settings, 1)
         if models.judge:
-            talks = [[*one.question.turns, ("<|assistant|>", one.text)] for one in answers]
+            # They are not learned: the judge's template may drop thoughts.
+            talks = []
+            for one in answers:
+                message = {"content": one.text, "train": False}
+                talks.append([*one.question.turns, ("<|assistant|>", one.text, message)])
             values, count = rewards(models.judge, talks)
             contexts_cut += count
             for answer, value in zip(answers, values, strict=True):
