@@ -2111,17 +2111,35 @@ def refuse_unlearned(row):
         raise RowError("completions with labels (process supervision), which no script reads")
 
 
+def letters(text):
+    """Return a text without white space and the marks of thoughts, which templates rewrite."""
+    return re.sub(r"\s|</?think>", "", text)
+
+
+def check_text(tokenizer, turn, part):
+    """Raise RowError if a part of a template's text, which is learned, lacks text of its answer, a turn."""
+    _, text, *fields = turn
+    message = dict(*fields)
+    if not message.get("train", True):
+        return
+    ends = stop_pattern(tokenizer)
+    end = ends.search(text)
+    if end and ends.sub("", text[end.end() :]).strip():
+        raise RowError(f"an answer has text after the end token {end[0]!r}")
+    content = ends.sub("", message.get("content", text) or "")
+    if letters(content) not in letters(part):
+        name = "text before </think>" if "</think>" in content else "text"
+        raise RowError(
+            f"the chat template drops {name} of an answer; import the model with an edited copy of it"
+        )
+
+
 def check_answer(tokenizer, turns, text):
-    """Raise RowError if the template's text of turns lacks a part of their answer, the last turn."""
+    """Raise RowError if the template's text of turns lacks calls or thoughts of the last one, an answer."""
     *before, answer = turns
     message = dict(*answer[2:])
     if not message.get("train", True):
         return
-    content = message.get("content")
-    if content and content.strip() not in text:
-        raise RowError(
-            "the chat template does not write the text of an answer with calls or thoughts"
-        )
     parts = []
     calls = message.get("tool_calls", [])
     for number in range(len(calls)):
@@ -2148,7 +2166,15 @@ def answered_text(tokenizer, turns):
     text = chat_text(tokenizer, turns, False)
     stop = stop_pattern(tokenizer).search(text, len(prompt))
     if not text.startswith(prompt):
-        raise RowError("the chat template does not write the answer as the model would")
+        before = chat_text(tokenizer, turns[:-1], False)
+        opening = prompt.removeprefix(before)
+        if opening == prompt or not text.startswith(before):
+            raise RowError("the chat template does not write the answer as the model would")
+        raise RowError(
+            f"the chat template ends a prompt with {opening!r:.80}, but does not begin the answer with "
+            "it; import the model with a value (convert.py import --set NAME=VALUE, such as "
+            "enable_thinking=true) or an edited copy of the template"
+        )
     if stop is None:
         raise RowError(
             "after an answer the chat template writes no end token "
