@@ -2173,7 +2173,10 @@ def letters(text):
 
 
 def check_text(tokenizer, turn, part):
-    """Raise RowError if a part of a template's text, which is learned, lacks text of its answer, a turn."""
+    """Raise RowError if the template's text of an answer lacks some of the answer's own, but for calls.
+
+    part: the template's text, up to the first end token. Answers that are not learned pass.
+    """
     _, text, *fields = turn
     message = dict(*fields)
     if not message.get("train", True):
@@ -2191,7 +2194,7 @@ def check_text(tokenizer, turn, part):
 
 
 def check_answer(tokenizer, turns, text):
-    """Raise RowError if the template's text of turns lacks calls or thoughts of the last one, an answer."""
+    """Raise RowError if the template's text of turns lacks calls or thoughts of the last, an answer."""
     *before, answer = turns
     message = dict(*answer[2:])
     if not message.get("train", True):
