@@ -2174,9 +2174,9 @@ def answered_text(tokenizer, turns):
         if opening == prompt or not text.startswith(before):
             raise RowError("the chat template does not write the answer as the model would")
         raise RowError(
-            f"the chat template ends a prompt with {opening!r:.80}, but does not begin the answer with "
-            "it; import the model with a value (convert.py import --set NAME=VALUE, such as "
-            "enable_thinking=true) or an edited copy of the template"
+            f"the chat template ends a prompt with {opening!r:.80}, but begins the answer without it; "
+            "convert.py import --set NAME=VALUE (such as enable_thinking=true) or an edited copy of "
+            "the template may help"
         )
     if stop is None:
         raise RowError(
