@@ -371,6 +371,103 @@ def test_an_answer_without_an_end_is_refused_by_the_ends_that_there_are():
     refusal(F.RowError, said_so, F.answered_text, tokenizer, turns)
 
 
+# As published ones: both cut an answer at </think>, and Qwen3's writes the last one's thoughts anew.
+R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}{% else %}"
+    "<A>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<A>{% endif %}"
+)
+QWEN3 = R1.replace(
+    "<A>{{ m",
+    "<A>{% if loop.last %}<think>\n{{ m.content.split('</think>')[0].split('<think>')[-1] | trim }}"
+    "\n</think>\n\n{% endif %}{{ m",
+).replace("[-1] }}", "[-1] | trim }}")
+THOUGHT = "<think>so</think> a"
+DROPPED = (
+    "the chat template drops text before </think> of an answer; import the model with an edited "
+    "copy of it"
+)
+AFTER_END = "an answer has text after the end token '<|im_end|>'"
+
+
+def learned(template, *answers, **names):
+    """Return the format of a conversation with these answers, and what is learned of it, or why nothing is."""
+    tokenizer = replace(TEMPLATED, facts={**FACTS, "template": template, "names": names})
+    messages = []
+    for answer in answers:
+        message = said(answer) if isinstance(answer, str) else {"role": "assistant", **answer}
+        messages += [said("u", "user"), message]
+    try:
+        name, row = F.parse_row({"messages": messages}, set(), tokenizer, F.Settings())
+    except F.RowError as error:
+        return str(error)
+    return name, text_of(row.targets)
+
+
+def chosen(template, answer):
+    """Return what is learned of the better answer of a pair, or why nothing is."""
+    tokenizer = replace(TEMPLATED, facts={**FACTS, "template": template})
+    row = {"prompt": "u", "chosen": answer, "rejected": "r"}
+    settings = D.Settings(init_from="x", train_seq_len=256)
+    try:
+        return text_of(D.parse_pair(row, set(), tokenizer, settings)[1].chosen)
+    except D.RowError as error:
+        return str(error)
+
+
+def test_an_answer_whose_text_a_template_drops_is_left_out():
+    assert learned(R1, "a </b>") == ("messages", "a </b><|im_end|>")
+    for answer in (THOUGHT, "so\n</think>\n\na", "<think>\nso\n</think>\n\na"):
+        assert learned(R1, answer) == learned(R1, answer, "b") == chosen(R1, answer) == DROPPED
+        assert chosen(CHATML, answer) == answer + "<|im_end|>"
+    none = R1.replace("m.content.split('</think>')[-1]", "''")
+    assert learned(none, "a") == DROPPED.replace("text before </think>", "text")
+
+
+def test_text_that_a_template_rewrites_or_drops_where_nothing_is_learned():
+    """Qwen3 loses only white space of the last answer; what is context may lose its thoughts."""
+    whole = "<think>\nso\n</think>\n\na<|im_end|>"
+    assert learned(QWEN3, THOUGHT) == ("messages", whole) and chosen(QWEN3, THOUGHT) == whole
+    assert learned(QWEN3, THOUGHT, THOUGHT) == ("messages (of 2 answers 1 learned)", whole)
+    assert learned(QWEN3, "first <think>so</think> a") == DROPPED
+    context = {"content": THOUGHT, "weight": 0}
+    assert learned(R1, context, "b") == ("messages", "b<|im_end|>")
+    judged = (ASSISTANT, THOUGHT, {"content": THOUGHT, "train": False})  # as SCORE_JUDGE reads it
+    tokenizer = replace(TEMPLATED, facts={**FACTS, "template": R1})
+    assert S.answer_ids(tokenizer, [(USER, "u")], judged) == BYTES.encode(" a<|im_end|>")
+
+
+def test_an_answer_with_text_after_an_end_token_is_left_out():
+    for answer in ("a <|im_end|> b", "<|im_end|>a<|im_end|>"):
+        assert learned(CHATML, answer) == learned(CHATML, answer, "b") == AFTER_END
+        assert chosen(CHATML, answer) == AFTER_END
+    thinking = CHATML.replace("{{ m.content", "{{ m.thinking }}{{ m.content")
+    assert learned(thinking, {"content": "a", "thinking": "<|im_end|>"}) == AFTER_END
+    for answer in ("a<|im_end|>", "a<|im_end|>\n<|im_end|>"):
+        assert learned(CHATML, answer) == ("messages", "a<|im_end|>")
+        assert chosen(CHATML, answer) == "a<|im_end|>"
+
+
+def test_an_answer_that_does_not_begin_as_the_prompt_ends_is_left_out():
+    """As R1-Distill's present template, and that of small Qwen3.5, whose prompt closes the thoughts."""
+    fault = (
+        "the chat template ends a prompt with {!r}, but begins the answer without it; convert.py import "
+        "--set NAME=VALUE (such as enable_thinking=true) or an edited copy of the template may help"
+    )
+    opened = R1.replace("prompt %}<A>", "prompt %}<A><think>\n")
+    for answer in ("a", "<b>", THOUGHT):
+        assert learned(opened, answer) == chosen(opened, answer) == fault.format("<A><think>\n")
+    closing = r"{% if not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}"
+    closed = QWEN3.replace("prompt %}<A>", "prompt %}<A><think>\n" + closing)
+    assert learned(closed, THOUGHT) == fault.format("<A><think>\n\n</think>\n\n")
+    whole = "so\n</think>\n\na<|im_end|>"
+    assert learned(closed, THOUGHT, enable_thinking=True) == ("messages", whole)
+    # An answer before another answer is written without thoughts: a fault of these turns.
+    turns = [(USER, "u"), (ASSISTANT, "a"), (ASSISTANT, "b")]
+    tokenizer = replace(TEMPLATED, facts={**FACTS, "template": QWEN3})
+    refusal(F.RowError, "as the model would", F.answered_text, tokenizer, turns)
+
+
 def leaves(value, name=""):
     """Yield the innermost fields' names and texts of a row."""
     if isinstance(value, dict):
