@@ -2173,9 +2173,9 @@ def letters(text):
 
 
 def check_text(tokenizer, turn, part):
-    """Raise RowError if the template's text of an answer lacks some of the answer's own, but for calls.
+    """Raise RowError if a chat template drops or cuts the text of an answer that is learned, a turn.
 
-    part: the template's text, up to the first end token. Answers that are not learned pass.
+    part: what the template writes of it, up to the first end token.
     """
     _, text, *fields = turn
     message = dict(*fields)
@@ -2225,9 +2225,9 @@ def answered_text(tokenizer, turns):
     text = chat_text(tokenizer, turns, False)
     stop = stop_pattern(tokenizer).search(text, len(prompt))
     if not text.startswith(prompt):
-        before = chat_text(tokenizer, turns[:-1], False)
-        opening = prompt.removeprefix(before)
-        if opening == prompt or not text.startswith(before):
+        context = chat_text(tokenizer, turns[:-1], False)
+        opening = prompt.removeprefix(context)
+        if opening == prompt or not text.startswith(context):
             raise RowError("the chat template does not write the answer as the model would")
         raise RowError(
             f"the chat template ends a prompt with {opening!r:.80}, but begins the answer without it; "
