@@ -1064,7 +1064,9 @@ def find_sources(arguments, only):
         if not root.exists():
             raise UserError(f"source {root}: no such file or folder")
         if not (root.is_file() or root.is_dir()):
-            raise UserError(f"source {root}: must be a file or a folder; a pipe can be read only once")
+            raise UserError(
+                f"source {root}: must be a file or a folder; a pipe can be read only once"
+            )
         endings = tuple(ending.lower() for ending in only) if root.is_dir() else ()
         reasons = defaultdict(list)
         found = {}
