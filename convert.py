@@ -305,8 +305,8 @@ class Tokenizer:
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
     # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
-    # begins_with_bos, which encode texts; stop, the ids that end an answer; template, tool_template,
-    # names, which render conversations; unused_templates, template_end.
+    # begins_with_bos, which encode texts; stop, the ids that end an answer; text_end, that of a text;
+    # template, tool_template, names, which render conversations; unused_templates, template_end.
     facts: dict
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
@@ -2108,6 +2108,7 @@ HF_REFUSED = {
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
+    "is_causal": True,
     "hidden_act": "silu",
     "linear_conv_kernel_dim": CONV_TAPS,
     "quantization_config": None,
@@ -2275,6 +2276,11 @@ def hf_rope(config, head_dim, default_share):
         scaling = [hf_real(rope, name) for name in HF_SCALING]
     elif kind != "default":
         raise UserError(f"config.json: rope_type={kind!r}: must be default or llama3")
+    elif rope.get("factor"):
+        print(
+            f"config.json: not used: factor={rope['factor']!r:.50} of rotary positions with rope_type "
+            "default or none; transformers does not use it either"
+        )
     return {
         "rope_base": hf_real(rope, "rope_theta", config.get("rope_theta", ROPE_BASE)),
         "rope_dims": int(head_dim * share),
@@ -2491,6 +2497,11 @@ def read_hf_headers(folder, tensors=()):
     are tied. So it is in transformers 5.
     """
     path = folder / "config.json"
+    if (folder / "adapter_config.json").is_file() and not path.is_file():
+        raise UserError(
+            f"{folder}: has adapters of PEFT; must be a whole model: merge them into their base model "
+            "first (merge_and_unload)"
+        )
     if not path.is_file():
         raise UserError(f"{folder}: no config.json; must be a folder of Hugging Face's")
     shape = hf_shape(read_json(path))
@@ -2720,19 +2731,31 @@ def misreading_class(folder, facts):
 def report_import(folder, tokenizer):
     """Print what is particular about an imported model's tokenizer."""
     stop = stop_ids(with_roles(tokenizer))
-    if unused := hf_ends(folder) - stop:
+    named = eos_ids(folder / "config.json") | eos_ids(folder / "generation_config.json")
+    if unused := named - stop:
         print(
-            f"{folder}: not used: eos_token_id {sorted(unused)}; answers end at {sorted(stop)}, as the "
-            f"tokenizer {tokenizer.file} has it"
+            f"{folder}: not used: eos_token_id {sorted(unused)}; answers end at {sorted(stop)} of the "
+            f"tokenizer {tokenizer.file}"
         )
+    for name in ("config.json", "tokenizer_config.json"):
+        if "auto_map" in read_json(folder / name):
+            print(
+                f"{folder}: not used: auto_map of {name}; the code that it names may compute "
+                "something else"
+            )
     generation = read_json(folder / "generation_config.json")
     if unused := [name for name in HF_SAMPLING if name in generation]:
         names = ", ".join(unused)
         print(f"{folder}: not used: {names} of generation_config.json; export --like has them")
     if tokenizer.file != "imported.tiktoken":
         return
+    names = {i: name for name, i in tokenizer.facts["added"].items()}
+    if pieces := sorted({*tokenizer.facts["stop"]} - names.keys()):
+        print(
+            f"{folder}: answers end at {pieces}, which are no added tokens: an ordinary text may have "
+            "them"
+        )
     if end := tokenizer.facts.get("template_end"):
-        names = {i: name for name, i in tokenizer.facts["added"].items()}
         print(
             f"{folder}: no file calls {names[end]!r} an EOS, but the chat template ends answers with "
             "it; they end there, too"
@@ -2742,6 +2765,12 @@ def report_import(folder, tokenizer):
             f"{folder}: transformers 5 reads the tokenizer as {name}, which gives other ids than the "
             "file that the model was trained with; the ids are that file's here, and in transformers "
             "by PreTrainedTokenizerFast.from_pretrained"
+        )
+    text_end = tokenizer.facts["text_end"]
+    if text_end != tokenizer.bos_id:
+        print(
+            f"{folder}: no file calls BOS, {tokenizer.facts['bos']!r}, an EOS; texts end with "
+            f"{names[text_end]!r}"
         )
     begin = repr(tokenizer.facts["bos"]) if begin_ids(tokenizer) else "nothing"
     print(f"{folder}: {tokenizer.vocab_size} tokens; before each text comes {begin}")
@@ -2801,7 +2830,7 @@ def tokenizer_facts(folder, tokenizer, size):
         raise UserError("tokenizer.json: merges: must be of pieces of the vocabulary")
     lines = rank_lines(ids, merges, model.get("ignore_merges"))
     lines += [rank_line(text.encode(), i) for text, i in shown.items()]
-    facts = hf_chat(folder, added)
+    facts = hf_chat(folder, added, model["vocab"])
     return facts | {
         "vocab_size": 1 + max([*ids.values(), *added.values()]),
         "split": hf_split(tokenizer),
@@ -2950,29 +2979,32 @@ def probe_split(split):
         raise UserError("tokenizer.json: pre_tokenizer: its Regex must match every part of a text")
 
 
+def eos_ids(path):
+    """Return the ids that end an answer by a JSON file. Raises UserError."""
+    ids = read_json(path).get("eos_token_id")
+    ids = [ids] if ids is None or isinstance(ids, int) else ids
+    if not isinstance(ids, list) or not all(type(i) in (int, type(None)) for i in ids):
+        raise UserError(f"{path}: eos_token_id={ids!r:.50}: must be an id or a list of them")
+    return {*ids} - {None}
+
+
 def hf_ends(folder):
-    """Return the ids that end an answer by a folder's config.json and generation_config.json.
+    """Return the ids that end an answer by a folder's files. Raises UserError.
 
-    Raises UserError.
+    As in transformers, generation_config.json counts before config.json, which may name an ordinary
+    piece. If it names no id, transformers ends nowhere; here those of config.json count.
     """
-    ends = set()
-    for name in ("config.json", "generation_config.json"):
-        ids = read_json(folder / name).get("eos_token_id")
-        ids = [ids] if ids is None or isinstance(ids, int) else ids
-        if not isinstance(ids, list) or not all(type(i) in (int, type(None)) for i in ids):
-            raise UserError(
-                f"{folder / name}: eos_token_id={ids!r:.50}: must be an id or a list of them"
-            )
-        ends |= {*ids} - {None}
-    return ends
+    return eos_ids(folder / "generation_config.json") or eos_ids(folder / "config.json")
 
 
-def hf_chat(folder, added, own_bos=None):
+def hf_chat(folder, added, pieces, own_bos=None):
     """Return the facts of a folder about texts and conversations. Raises UserError.
 
-    added: the text of an added token -> its id. own_bos: BOS of a SentencePiece model, which counts
-    if the files name none; without a chat template also if they name one that is no token. Returned
-    are BOS, the ids that end an answer, the names in chat templates, and templates if there are some.
+    added: the text of an added token -> its id. pieces: the names of the vocabulary. own_bos: BOS of a
+    SentencePiece model, which counts if the files name none; without a chat template also if they name
+    one that is no token. Returned are BOS, the ids that end an answer, the id that ends a text, the
+    names in chat templates, and templates if there are some. A text ends with BOS, as in pretraining,
+    only if a file calls BOS an EOS: in a chat model BOS may be the mark before a message.
     """
     path = folder / "tokenizer_config.json"
     config = tokenizer_config(folder)
@@ -2993,8 +3025,19 @@ def hf_chat(folder, added, own_bos=None):
         raise UserError(
             f"{path}: bos_token {bos!r:.50}: must be one of tokenizer.json's added_tokens"
         )
-    stop = {added[bos], added.get(names.get("eos_token"), added[bos]), *hf_ends(folder)}
-    facts = {"bos": bos, "bos_id": added[bos], "names": names, "stop": sorted(stop)}
+    eos = names.get("eos_token")
+    if eos in pieces and eos not in added:
+        # Transformers makes it one, so that its text is one id.
+        raise UserError(
+            f"{path}: eos_token {eos!r:.50}: must be an added or control token, not an ordinary piece"
+        )
+    if eos is not None and eos not in added:
+        print(f"{path}: not used: eos_token {eos!r:.50}, which is no token")
+    bos_id = added[bos]
+    eos_id = added.get(eos, bos_id)
+    ends = hf_ends(folder)
+    facts = {"bos": bos, "bos_id": bos_id, "names": names, "stop": sorted({bos_id, eos_id, *ends})}
+    facts["text_end"] = bos_id if bos_id in ends else eos_id
     return facts | templates
 
 
@@ -3074,7 +3117,7 @@ def with_chat_facts(folder, tokenizer):
     model = read_sentencepiece(tokenizer.content)
     bos_id, eos_id = tokenizer.facts["stop"]
     added = model.marks
-    facts = hf_chat(folder, added, model.names[bos_id]) | {"added": added}
+    facts = hf_chat(folder, added, model.names, model.names[bos_id]) | {"added": added}
     has_template = "template" in facts
     facts["begins_with_bos"] = sentencepiece_begins(folder, facts["bos"], has_template)
     ends = hf_ends(folder)
@@ -3084,8 +3127,9 @@ def with_chat_facts(folder, tokenizer):
     if has_template:
         check_added(folder, added)
         check_spaces(folder)
-    if not ends and "eos_token" not in facts["names"]:
-        facts["stop"] = sorted({*facts["stop"], eos_id} - {-1})  # -1: the model has none
+    if not ends and "eos_token" not in facts["names"] and eos_id >= 0:  # -1: the model has none
+        facts["stop"] = sorted({*facts["stop"], eos_id})
+        facts["text_end"] = eos_id
     content = tokenizer.content
     if model.kinds[facts["bos_id"]] == 3 and facts["bos_id"] != bos_id:
         content = with_bos(content, facts["bos"])
@@ -3554,17 +3598,29 @@ def like_files(folder, source, network):
     }
     views = hf_views(network)
     state = {}
+    changed = 0
+    remaining = 0
     for tensor in tensors:
         w = tensor.read()
         view = views.pop(tensor.name, None)
         if tensor.name == "lm_head.weight" and network.head is None:
             view = network.embed
         if view is not None:
+            original = w[: len(view)].float()
+            rounded = view.to(w.dtype)
+            differs = view[: len(original)] != original
+            changed += differs.sum().item()
+            remaining += (differs & (rounded[: len(original)].float() != original)).sum().item()
             # After the network's rows come those of ids without a token.
-            w = torch.cat([view.to(w.dtype), w[len(view) :]])
+            w = torch.cat([rounded, w[len(view) :]])
         state[tensor.key] = w
     if views:
         raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
+    if remaining < changed:
+        print(
+            f"{changed} weights differ from those of {folder}; after rounding to its dtype "
+            f"{remaining / changed:.1%} of them still do; an export without --like is in float32"
+        )
     text = config.get("text_config") or config
     count = len(network.embed)
     if count > text["vocab_size"]:

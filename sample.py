@@ -5062,9 +5062,19 @@ def document_rows(stream, bos_id):
     ]
 
 
+def bos_ends_texts(tokenizer):
+    """Return whether a text ends with the BOS of the next one. Those of some imported models do not."""
+    return tokenizer.facts.get("text_end", tokenizer.bos_id) == tokenizer.bos_id
+
+
 def summed_nats(model, rows):
-    """Return the nats of the answers of all rows."""
-    return -sum(logps.sum().item() for logps in answer_logps(model, rows, one_document=False))
+    """Return the nats of the answers of all rows. BOS counts only where it ends texts."""
+    nats = 0.0
+    for row, logps in zip(rows, answer_logps(model, rows, one_document=False), strict=True):
+        if not bos_ends_texts(model.tokenizer):
+            logps = logps[torch.tensor(row.answer) != model.tokenizer.bos_id]
+        nats -= logps.sum().item()
+    return nats
 
 
 def score_text(models, path, settings):
@@ -5098,7 +5108,10 @@ def score_text(models, path, settings):
             f"of its {source_size}"
         )
         size = source_size
-    result = {"documents": len(documents), "tokens": len(stream) - 1}
+    count = len(stream) - 1
+    if not bos_ends_texts(model.tokenizer):
+        count = len(stream) - len(documents)
+    result = {"documents": len(documents), "tokens": count}
     result |= {"bytes": size, "source_bytes": source_size}
     nats_by_way = {"": summed_nats(model, window_rows(model, stream, 0))}
     if stride:

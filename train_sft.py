@@ -5638,7 +5638,8 @@ def layout_parts(tokenizer, turns):
 
     They are BOS, then for each turn its role token, its text and <|end|>; the assistant says its
     text and the <|end|>. Plain text, a turn with the role "", is all to be learned but its BOS, and
-    ends with the BOS of the next document, as in pretraining. Needs role tokens (`with_roles`).
+    ends with the BOS of the next document, as in pretraining, or with an imported model's text_end.
+    This end is a target alone; the next row begins with its own BOS. Needs role tokens (`with_roles`).
     """
     parts = [(begin_ids(tokenizer), False)]
     for turn in turns:
@@ -5649,7 +5650,8 @@ def layout_parts(tokenizer, turns):
             parts.append(([tokenizer.roles[role]], False))
             parts.append(([*body, tokenizer.roles["<|end|>"]], is_said))
         else:
-            parts.append(([*body, tokenizer.bos_id], True))
+            end = tokenizer.facts.get("text_end", tokenizer.bos_id)
+            parts.append(([*body, end], True))
     return parts
 
 

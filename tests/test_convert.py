@@ -51,12 +51,15 @@ MISTAKES = [
     ("export {new} {new}", "no such file; a run's artifact is"),
     ("export {place} {new}", "no whole checkpoint"),
     ("import {place} {new}", "no config.json; must be a folder of Hugging Face's"),
+    ("import {place}/adapters {new}", "has adapters of PEFT; must be a whole model: merge them"),
 ]
 
 
 @pytest.mark.parametrize("words, fault", MISTAKES)
 def test_mistakes_are_one_line_and_exit_code_2(call, tmp_path, words, fault):
     write(tmp_path / "m.upar", network())
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     names = dict(model=tmp_path / "m.upar", place=tmp_path, new=tmp_path / "new")
     code, _, error = call(*words.format(**names).split())
     assert code == 2 and fault in error and not names["new"].exists()

@@ -248,8 +248,8 @@ def test_a_sentencepiece_model_keeps_what_ends_an_answer(llama2, capsys):
     (llama2 / "tokenizer_config.json").unlink()
     plain = C.read_hf_tokenizer(llama2, "", 300)
     C.report_import(llama2, plain)
-    write_json(llama2 / "config.json", {"eos_token_id": [2, 7]})
-    write_json(llama2 / "generation_config.json", {"eos_token_id": 260})
+    write_json(llama2 / "config.json", {"eos_token_id": 3})
+    write_json(llama2 / "generation_config.json", {"eos_token_id": [2, 7, 260]})
     tokenizer = C.read_hf_tokenizer(llama2, "", 300)
     assert tokenizer.facts["stop"] == [1, 2, 7, 260] and "template" not in tokenizer.facts
     (llama2 / "imported.tiktoken").write_bytes(tokenizer.content)
@@ -258,10 +258,12 @@ def test_a_sentencepiece_model_keeps_what_ends_an_answer(llama2, capsys):
     assert ours.encode(text) == plain.encode(text) and ours.pieces == plain.pieces
     assert S.begin_ids(ours) == [1] and S.stop_ids(S.with_roles(ours)) == {1, 2, 7, 260, 303}
     C.report_import(llama2, tokenizer)
-    assert "not used" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "not used: eos_token_id [3]; answers end at [1, 2, 7, 260, 303] of" in printed
+    assert "answers end at [7, 260], which are no added tokens" in printed
     C.report_import(llama2, C.read_hf_tokenizer(llama2, "bytes", 264))
     assert re.search(
-        r": not used: eos_token_id \[2, 7, 260\]; .* \[1, 263\]", capsys.readouterr().out
+        r": not used: eos_token_id \[2, 3, 7, 260\]; .* \[1, 263\]", capsys.readouterr().out
     )
 
 

@@ -34,6 +34,7 @@ from conftest import (
     refusal,
     small_network,
     write_json,
+    write_lines,
 )
 
 VOCAB = 264  # of the tokenizer "bytes"
@@ -459,6 +460,7 @@ REFUSED = (
     (dict(model_type="mistral"), "model_type='mistral': must be that of LlamaForCausalLM"),
     (dict(attention_bias=True), "attention_bias=True: must be False"),
     (dict(use_sliding_window=True), "use_sliding_window=True: must be False"),
+    (dict(is_causal=False), "is_causal=False: must be True"),
     (dict(quantization_config={}), "quantization_config={}: must be None"),
     (dict(layer_types=["sliding_attention"] * 3), "layer_types=.*: must be among full_attention"),
     (dict(layer_types=["full_attention"]), "layer_types: has 1 layers, num_hidden_layers 3"),
@@ -547,6 +549,40 @@ def test_other_dtypes_and_rotary_positions_of_older_configs(transformers, copied
         edit(folder / "config.json", **{"rope_scaling": None, "rope_parameters": None, **changes})
         rewrite(folder, **{key: w.to(dtype) for key, w in state.items()})
         check_import(transformers, folder, tmp_path / f"run{number}")
+
+
+def test_a_config_that_is_only_partly_used_says_so(transformers, copied, tmp_path, capsys):
+    """transformers also ignores a factor without a type; a model's own code it runs only if it is told to."""
+    folder = copied("llama")
+    check_import(transformers, folder, tmp_path / "plain")
+    assert not re.search("not used: (factor|auto)", capsys.readouterr().out)
+    edit(folder / "config.json", rope_scaling=dict(factor=4.0), is_causal=True)
+    check_import(transformers, folder, tmp_path / "factor")
+    assert "not used: factor=4.0 of rotary positions" in capsys.readouterr().out
+    edit(folder / "config.json", auto_map={"AutoModel": "modeling.Model"})
+    convert("import", folder, tmp_path / "code", **BYTES)
+    assert "not used: auto_map of config.json; the code" in capsys.readouterr().out
+
+
+def test_an_export_says_what_its_dtype_rounds_away(imported, tmp_path, capsys):
+    """Of four changed weights two are far enough from the original's for bfloat16."""
+    _, folder, out = imported("qwen2")
+    network = load(out)
+    weights = network.layers[0][0].mlp.w_down
+    near = weights.detach().clone()
+    near[0, :4] *= torch.tensor([1.001, 1.0001, 1.1, 2.0])
+    assert (near != weights).sum() == 4
+    source = C.read_weights(out)
+    capsys.readouterr()
+    for expected, changed in (("", weights.detach().clone()), ("50.0%", near)):
+        weights.data.copy_(changed)
+        C.like_files(folder, source, network)
+        printed = capsys.readouterr().out
+        assert printed.count("\n") == bool(expected)
+        assert not expected or (
+            f"4 weights differ from those of {folder}; after rounding to its dtype 50.0% of them "
+            "still do; an export without --like is in float32" in printed
+        )
 
 
 def test_weights_and_files_that_are_refused(copied, refuses):
@@ -996,7 +1032,7 @@ def test_tokens_of_a_conversation(chats):
     ids = ours.encode_marked("<think>so</think> yes<|im_end|>")
     assert sample.completion(ours, [bos], ids) == "<think>so</think> yes"
     assert ours.encode("<think>") != ours.encode_marked("<think>") == [ids[0]]
-    assert S.turn_ids(ours, [("", "ab")])[0] == [*ours.encode("ab"), bos]
+    assert S.turn_ids(ours, [("", "ab")])[0] == [*ours.encode("ab"), end]
 
 
 def test_a_conversation_that_the_template_refuses_is_left_out(chats):
@@ -1042,6 +1078,67 @@ def test_answers_end_where_the_template_ends_them(transformers, tmp_path, capsys
             ids, said = S.turn_ids(tokenizer, S.row_turns(row, set())[1])
             learned = [token for token, is_said in zip(ids, said, strict=True) if is_said]
             assert learned == [*tokenizer.encode("b"), 602]
+
+
+ENDS = (  # config.json, generation_config.json (None: no file), EOS of the tokenizer, ends, end of a text
+    (2, [602, 600], "<|im_end|>", [600, 602], 600),
+    (2, 602, "<|im_end|>", [600, 602], 602),
+    (2, None, "<|im_end|>", [2, 600, 602], 602),
+    (600, {}, "<|im_end|>", [600, 602], 600),
+    (None, {}, "<|im_end|>", [600, 602], 602),
+    (602, 602, "<unknown>", [600, 602], 600),
+)
+
+
+@pytest.mark.parametrize(("own", "generation", "eos", "ends", "text_end"), ENDS)
+def test_the_files_of_a_model_say_where_answers_and_texts_end(
+    transformers, tmp_path, capsys, own, generation, eos, ends, text_end
+):
+    """Piece 2 is '#'. BOS is 600; it ends texts only where a file calls it an EOS, or none is known."""
+    folder = tmp_path / "base"
+    make(transformers, "qwen2", vocab_size=640, num_hidden_layers=1).save_pretrained(folder)
+    train_tokenizer("qwen2", 600).save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", dict(eos_token=eos))
+    edit(folder / "config.json", eos_token_id=own)
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        written = generation or None
+        write_json(folder / "generation_config.json", {"eos_token_id": written})
+    convert("import", folder, tmp_path / "run")
+    printed = capsys.readouterr().out
+    tokenizer = S.load_tokenizer(tmp_path / "run" / "imported.tiktoken")
+    assert S.stop_ids(tokenizer) == {*ends}
+    assert ("no added tokens" in printed) == (2 in ends)
+    assert ("not used: eos_token '<unknown>', which is no token" in printed) == ("un" in eos)
+    assert ("not used: eos_token_id [2]" in printed) == (own == 2 and 2 not in ends)
+    assert ("no file calls BOS, '<|endoftext|>', an EOS" in printed) == (text_end == 602)
+    if generation:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert model.generation_config.eos_token_id == generation
+    ids, said = S.turn_ids(S.with_roles(tokenizer), [("", "a text")])
+    assert ids == [*tokenizer.encode("a text"), text_end] and all(said)
+    # A score counts the BOS between two texts only where it ends texts.
+    count = len(tokenizer.encode("a text")) * 2
+    write_lines(tmp_path / "rows.jsonl", [{"text": "a text"}] * 2)
+    asked = sample.Settings(artifact=str(tmp_path / "run"), mode="score", device="cpu")
+    network, _, _ = sample.load_model("ARTIFACT", asked.artifact)
+    model = sample.Model(network, tokenizer, "file", 64)
+    models = sample.Models(model, None, None, print)
+    scores = sample.score_text(models, str(tmp_path / "rows.jsonl"), asked)
+    assert scores["tokens"] == count + (text_end == 600)
+    stream = torch.tensor([600, *tokenizer.encode("a text")] * 2)
+    logps = network.double()(stream[None, :-1]).log_softmax(-1)[0]
+    logps = logps.gather(1, stream[1:, None])[:, 0]
+    counted = (stream[1:] != 600) | (text_end == 600)
+    assert scores["nats"] == pytest.approx(-logps[counted].sum().item(), rel=1e-5)
+
+
+def test_an_end_that_is_an_ordinary_piece_is_refused(tmp_path):
+    """transformers makes an added token of it."""
+    train_tokenizer("qwen2", 600).save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "tokenizer_config.json", dict(eos_token="#"))
+    fault = "eos_token '#': must be an added or control token, not an ordinary piece"
+    refusal(C.UserError, fault, C.hf_tokenizer, tmp_path, 640)
 
 
 # ------------------------------------------------------------------------------------ damaged folders
