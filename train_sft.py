@@ -981,8 +981,8 @@ class Tokenizer:
     pieces: list  # bytes that each token decodes to, b"" for boundaries
     # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
     # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
-    # begins_with_bos, which encode texts; stop, the ids that end an answer; template, tool_template,
-    # names, which render conversations; unused_templates, template_end.
+    # begins_with_bos, which encode texts; stop, the ids that end an answer; text_end, that of a text;
+    # template, tool_template, names, which render conversations; unused_templates, template_end.
     facts: dict
     drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
     proto: bytes = b""  # the SentencePiece model, if the file has one
