@@ -6770,8 +6770,8 @@ def main():
     # Only pairs that the run reads need scores of the reference.
     count = settings.iterations * settings.pairs_per_step
     needed = list(range(len(data.train)))
-    if 0 < count < epoch_pairs:
-        needed = sorted(set(pairs_of(range(count))))
+    if 0 < count < epoch_pairs and not is_reward:
+        needed = sorted(set(epoch_order(0)[:count]))
 
     log(describe_start(settings, imported_defaults(settings.lora_rank, settings.objective)))
     note_limits(settings, network.config, tokenizer, log)
@@ -6794,15 +6794,20 @@ def main():
         log(f"first scores: of {len(data.held_out)} held-out pairs, and some answers")
         trainer.start = (reference, trainer.score(data.held_out, log))
     reference, held_out_start = [scores.cpu() for scores in trainer.start]
-    sizes = [len(part) for part in parts]
-    if len(reference) != sum(sizes):
+    others = [len(data.choice), len(data.held_out)]
+    count = len(reference) - sum(others)
+    if count < len(data.train):  # the first pairs that are read, also of a run that is resumed
+        scored = sorted([*dict.fromkeys(epoch_order(0))][:count])
+    else:
+        scored = list(range(len(data.train)))
+    if not set(needed) <= set(scored):
         raise UserError(
-            f"ITERATIONS={settings.iterations}: must stay under RESUME, because the reference scored "
-            "only the pairs that the run was to read; more steps need a new run"
+            f"ITERATIONS={settings.iterations}: must not be more under RESUME, because the reference "
+            "scored only the pairs that the run was to read; more steps need a new run"
         )
-    scored, choice_reference, held_out_reference = reference.split(sizes)
-    reference = scored.new_full((len(data.train), 2), math.nan)
-    reference[needed] = scored
+    of_train, choice_reference, held_out_reference = reference.split([count, *others])
+    reference = of_train.new_full((len(data.train), 2), math.nan)
+    reference[scored] = of_train
 
     def record(title):
         """Record answers of the policy; a reward model writes none."""

@@ -7577,19 +7577,21 @@ def load_judge(settings, tokenizer, runtime):
     return set_dtype(merge_lora(network), settings).to(runtime.device)
 
 
-@torch.no_grad()
 def answer_end(tokenizer):
-    """Return the token that ends an answer: <|end|>, or of several the one that the template writes."""
+    """Return the token that ends an answer: <|end|>, or the one that an imported model's template writes."""
     if tokenizer.roles:
         return tokenizer.roles["<|end|>"]
     facts = tokenizer.facts
-    if "template" in facts:
-        for text in stop_texts(tokenizer):
-            if text in facts["template"]:
-                return facts["added"][text]
-    return facts.get("stop", [tokenizer.bos_id])[0]
+    turns = [("<|user|>", "Question"), ("<|assistant|>", "Answer")]
+    with contextlib.suppress(UserError):  # a template may refuse these turns
+        text = chat_text(tokenizer, turns, False)
+        end = stop_pattern(tokenizer).search(text, max(0, text.rfind("Answer")))
+        if end:
+            return facts["added"][end[0]]
+    return facts["stop"][-1]  # BOS, if it is one of several, comes first
 
 
+@torch.no_grad()
 def answer_values(network, tokenizer, answers, tokens):
     """Return the scores (n,), on the CPU, of Answers by a reward model.
 

@@ -439,7 +439,7 @@ def test_only_pairs_that_are_read_have_a_reference(place, straight):
     assert int(scored) == 2 * place.tiny["PAIRS_PER_STEP"] + others
     assert "ITERATIONS=2 are 0." in place.log("few")
     line = place.refused("few", **{**place.resumed, "ITERATIONS": 3})
-    assert line.startswith("error: ITERATIONS=3: must stay under RESUME")
+    assert line.startswith("error: ITERATIONS=3: must not be more under RESUME")
     place.resume("few")
     for name in ("loss", "grad_norm", "chosen_logp"):
         assert place.steps("few")[0][name] == place.steps(straight)[0][name]

@@ -308,15 +308,15 @@ def test_a_reward_model_takes_the_functions_place(monkeypatch):
         assert P.answer_values(judge, BYTES, answers, tokens).tolist() == pytest.approx(expected)
     assert max(expected) - min(expected) > 0.1 and len(P.answer_values(judge, BYTES, [], 10)) == 0
 
+    assert not P.answer_values(judge, BYTES, answers, 30).requires_grad
     # Llama 3's files name several ends; its template writes one of them.
-    facts = dict(added={"<a>": 5, "<b>": 6, "<c>": 7}, stop=[5, 6, 7], template="{{ x }}<b>")
-    assert P.answer_end(SimpleNamespace(roles={}, bos_id=1, facts=facts)) == 6
-    assert (
-        P.answer_end(
-            SimpleNamespace(roles={}, bos_id=1, facts={**facts, "template": "{{ eos_token }}"})
-        )
-        == 5
-    )
+    talk = "{% for m in messages %}<a>{{ m.content }}{{ eos }}{% endfor %}"
+    facts = dict(added={"<a>": 5, "<b>": 6, "<c>": 7}, stop=[5, 6, 7], template=talk)
+    for eos, expected in (("<b>", 6), ("<c>", 7), ("", 7)):
+        found = SimpleNamespace(roles={}, bos_id=5, facts=facts | {"names": {"eos": eos}})
+        assert P.answer_end(found) == expected
+    refused = facts | {"template": "{{ raise_exception('no') }}", "names": {}}
+    assert P.answer_end(SimpleNamespace(roles={}, bos_id=5, facts=refused)) == 7
     assert P.answer_end(P.with_roles(BYTES)) == P.with_roles(BYTES).roles["<|end|>"]
 
     own = trainer(P, parts=dict(reward_model=judge, train_dataset=QUERIES), iterations=2)

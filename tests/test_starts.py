@@ -119,7 +119,7 @@ def test_the_clock_of_an_imported_start_has_time_to_pack(monkeypatch):
 
 def test_what_an_imported_model_may_not_do_is_noted():
     """Ends that only a template writes, with adapters alone; texts beyond its positions."""
-    tokenizer = SimpleNamespace(facts={"template_end": "<|im_end|>"})
+    tokenizer = SimpleNamespace(facts={"template_end": 7, "added": {"<|im_end|>": 7, "<s>": 1}})
     config = SimpleNamespace(context=2048)
     lines = []
     S.note_limits(S.Settings(lora_rank=4, train_seq_len=2048), config, tokenizer, lines.append)
