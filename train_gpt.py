@@ -284,7 +284,7 @@ OTHER_NAMES = {
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "EPOCHS",
-    "NUM_TRAIN_EPOCHS": "EPOCHS",
+    "NUM_TRAIN_EPOCHS": "ITERATIONS",
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
@@ -478,6 +478,8 @@ def check_name(name, text, names):
         meant = OTHER_NAMES[meant]
     message = f"{name}={text!r}: no setting of this script"
     close_names = difflib.get_close_matches(meant, names, 1)
+    if meant != name and meant not in names:
+        close_names = []  # another script has it
     if meant not in names and meant in OTHER_NAMES:
         with contextlib.suppress(ValueError):
             if float(text) == OTHER_NAMES[meant]:

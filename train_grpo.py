@@ -6500,7 +6500,9 @@ def start_settings(given):
         checkpoint, _ = checkpoint_to_resume(find_run("RESUME", given["RESUME"], values["out_dir"]))
         date = read_record("RESUME", checkpoint / "meta.json")["identity"].get("date", date)
         if asked and asked != date:
-            print(f"note: SOURCE_DATE_EPOCH={asked} is not used: the run has {date}", file=sys.stderr)
+            print(
+                f"note: SOURCE_DATE_EPOCH={asked} is not used: the run has {date}", file=sys.stderr
+            )
     try:
         os.environ["SOURCE_DATE_EPOCH"] = str(int(date))
     except ValueError:

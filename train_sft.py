@@ -285,7 +285,7 @@ OTHER_NAMES = {
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "EPOCHS",
-    "NUM_TRAIN_EPOCHS": "EPOCHS",
+    "NUM_TRAIN_EPOCHS": "ITERATIONS",
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
     "N_LAYER": "NUM_LAYERS",
@@ -479,6 +479,8 @@ def check_name(name, text, names):
         meant = OTHER_NAMES[meant]
     message = f"{name}={text!r}: no setting of this script"
     close_names = difflib.get_close_matches(meant, names, 1)
+    if meant != name and meant not in names:
+        close_names = []  # another script has it
     if meant not in names and meant in OTHER_NAMES:
         with contextlib.suppress(ValueError):
             if float(text) == OTHER_NAMES[meant]:
@@ -5881,10 +5883,15 @@ def start_settings(given):
     """
     values = stored_settings(given)
     # A chat template may write the date (Llama 3.2). In all its days a run has that of the first.
-    date = os.environ.get("SOURCE_DATE_EPOCH") or calendar.timegm(time.localtime())
+    asked = os.environ.get("SOURCE_DATE_EPOCH")
+    date = asked or calendar.timegm(time.localtime())
     if given.get("RESUME"):
         checkpoint, _ = checkpoint_to_resume(find_run("RESUME", given["RESUME"], values["out_dir"]))
         date = read_record("RESUME", checkpoint / "meta.json")["identity"].get("date", date)
+        if asked and asked != date:
+            print(
+                f"note: SOURCE_DATE_EPOCH={asked} is not used: the run has {date}", file=sys.stderr
+            )
     try:
         os.environ["SOURCE_DATE_EPOCH"] = str(int(date))
     except ValueError:
@@ -5923,10 +5930,12 @@ def load_start(settings):
 
 def note_limits(settings, config, tokenizer, log):
     """Log what an imported model may not do as it should: end its answers, or see all of its text."""
-    if settings.lora_rank and "template_end" in tokenizer.facts:
+    facts = tokenizer.facts
+    if settings.lora_rank and "template_end" in facts:
+        names = {i: name for name, i in facts["added"].items()}
         log(
             f"note: LORA_RANK={settings.lora_rank}: only the chat template ends answers with "
-            f"{tokenizer.facts['template_end']!r}, which a base model may never have learned to write, "
+            f"{names[facts['template_end']]!r}, which a base model may never have learned to write, "
             "and adapters do not train its embedding: if answers do not end, train with LORA_RANK=0 first"
         )
     longest = getattr(settings, "train_seq_len", 0) or settings.max_new_tokens
