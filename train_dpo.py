@@ -6632,7 +6632,8 @@ class DPOTrainer(Finetuner, Stateful):
     """A policy, or with OBJECTIVE=reward a reward model, that learns from pairs."""
 
     STATE = ("start",)
-    # Scores before the first step: the reference's of all pairs, and of held-out pairs.
+    # Scores before the first step: the reference's of the pairs that are read, to choose and held
+    # out, and those of held-out pairs.
     start = ()
 
     @property
