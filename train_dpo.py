@@ -6509,22 +6509,20 @@ def make_optimizers(params, settings, runtime):
     """Return the optimizers of `params`, name -> parameter: all at LEARNING_RATE, the value head at
     LEAST_HEAD_RATE at least.
     """
-    classes = parameters_by_class(params)
+    trunk = dict(params)
+    heads = [trunk.pop(name) for name in ("w_value",) if name in trunk]
+    classes = parameters_by_class(trunk)
     rates = dict(lr=settings.learning_rate, weight_decay=settings.weight_decay)
     matrices = dict(params=classes["matrix"], **rates)
     others = [dict(params=classes[name], **rates) for name in ("adapter", "embedding", "head")]
     # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
-    head = params.get("w_value")
-    controls = [param for param in classes["control"] if param is not head]
-    controls = dict(params=controls, lr=settings.learning_rate, weight_decay=0.0)
+    controls = dict(params=classes["control"], lr=settings.learning_rate, weight_decay=0.0)
     head_rate = max(LEAST_HEAD_RATE, settings.learning_rate)
-    groups = [controls]
-    if head is not None:
-        groups.append(dict(params=[head], lr=head_rate, weight_decay=0.0))
+    value_head = dict(params=heads, lr=head_rate, weight_decay=0.0)
     adamw = OPTIMIZERS["adamw"]
     if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
-        return [Muon([matrices], runtime), adamw([*others, *groups])]
-    return [OPTIMIZERS[settings.optimizer]([matrices, *others]), adamw(groups)]
+        return [Muon([matrices], runtime), adamw([*others, controls, value_head])]
+    return [OPTIMIZERS[settings.optimizer]([matrices, *others]), adamw([controls, value_head])]
 
 
 # ---------------------------------------------------------------------------------------------------- objective
@@ -6778,10 +6776,10 @@ def main():
         return [epoch_order(number // epoch_pairs)[number % epoch_pairs] for number in numbers]
 
     # Only pairs that the run reads need scores of the reference.
-    count = settings.iterations * settings.pairs_per_step
+    planned_pairs = settings.iterations * settings.pairs_per_step  # 0: until the clock ends
     needed = list(range(len(data.train)))
-    if 0 < count < epoch_pairs and not is_reward:
-        needed = sorted(set(epoch_order(0)[:count]))
+    if 0 < planned_pairs < epoch_pairs and not is_reward:
+        needed = sorted(set(epoch_order(0)[:planned_pairs]))
 
     log(describe_start(settings, imported_defaults(settings.lora_rank, settings.objective)))
     note_limits(settings, network.config, tokenizer, log)
@@ -6793,8 +6791,8 @@ def main():
     run.parts.update(trainer=trainer, **trainer.parts)
     log(f"parameters: {name_values(count_parameters(network))}")
     log(f"batch: an epoch is {epoch_pairs} pairs in steps of {settings.pairs_per_step}")
-    if settings.iterations:
-        epochs = settings.iterations * settings.pairs_per_step / epoch_pairs
+    if planned_pairs:
+        epochs = planned_pairs / epoch_pairs
         log(f"batch: ITERATIONS={settings.iterations} are {epochs:.1f} epochs at most")
     parts = [[data.train[number] for number in needed], data.choice, data.held_out]
     if checkpoint:
@@ -6805,11 +6803,10 @@ def main():
         trainer.start = (reference, trainer.score(data.held_out, log))
     reference, held_out_start = [scores.cpu() for scores in trainer.start]
     others = [len(data.choice), len(data.held_out)]
-    count = len(reference) - sum(others)
-    if count < len(data.train):  # the first pairs that are read, also of a run that is resumed
-        scored = sorted([*dict.fromkeys(epoch_order(0))][:count])
-    else:
-        scored = list(range(len(data.train)))
+    count = len(reference) - sum(others)  # of training; a resumed run may have planned fewer steps
+    scored = list(range(len(data.train)))
+    if count < len(scored):
+        scored = sorted([*dict.fromkeys(epoch_order(0))][:count])  # those that are read first
     if not set(needed) <= set(scored):
         raise UserError(
             f"ITERATIONS={settings.iterations}: must not be more under RESUME, because the reference "

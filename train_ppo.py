@@ -7663,22 +7663,20 @@ def make_optimizers(params, settings, runtime):
     """Return the optimizers of `params`, name -> parameter: all at LEARNING_RATE, the value head at
     LEAST_HEAD_RATE at least.
     """
-    classes = parameters_by_class(params)
+    trunk = dict(params)
+    heads = [trunk.pop(name) for name in ("w_value",) if name in trunk]
+    classes = parameters_by_class(trunk)
     rates = dict(lr=settings.learning_rate, weight_decay=settings.weight_decay)
     matrices = dict(params=classes["matrix"], **rates)
     others = [dict(params=classes[name], **rates) for name in ("adapter", "embedding", "head")]
     # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
-    head = params.get("w_value")
-    controls = [param for param in classes["control"] if param is not head]
-    controls = dict(params=controls, lr=settings.learning_rate, weight_decay=0.0)
+    controls = dict(params=classes["control"], lr=settings.learning_rate, weight_decay=0.0)
     head_rate = max(LEAST_HEAD_RATE, settings.learning_rate)
-    groups = [controls]
-    if head is not None:
-        groups.append(dict(params=[head], lr=head_rate, weight_decay=0.0))
+    value_head = dict(params=heads, lr=head_rate, weight_decay=0.0)
     adamw = OPTIMIZERS["adamw"]
     if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
-        return [Muon([matrices], runtime), adamw([*others, *groups])]
-    return [OPTIMIZERS[settings.optimizer]([matrices, *others]), adamw(groups)]
+        return [Muon([matrices], runtime), adamw([*others, controls, value_head])]
+    return [OPTIMIZERS[settings.optimizer]([matrices, *others]), adamw([controls, value_head])]
 
 
 # --------------------------------------------------------------------------------------- objective
