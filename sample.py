@@ -1271,11 +1271,11 @@ def render_templates():
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     # Programs that shall give the same again are told the date by this variable.
-    today = datetime.datetime.now()
     if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
-    environment.globals["strftime_now"] = today.strftime
+        environment.globals["strftime_now"] = today.strftime
     compiled = functools.cache(environment.from_string)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
     for line in sys.stdin:
@@ -3979,12 +3979,12 @@ def texts_at_once(network, prompt, tokens, count):
     embed = network.embed
     weights = sum(param.nbytes for param in network.parameters())
     memory = min(max(weights, 1 << 28), 1 << 30)
-    size = (network.dtype or embed.dtype).itemsize  # bytes of a key's number
     if embed.is_cuda:
         total = torch.cuda.get_device_properties(embed.device).total_memory
         numbers = sum(param.numel() for param in network.parameters())
         memory = max(memory, (total - 20 * numbers) // 3)  # weights, gradients, moments, reference
-        size = (network.dtype or torch.bfloat16).itemsize
+    dtype = network.dtype or (torch.bfloat16 if embed.is_cuda else embed.dtype)  # of activations
+    size = dtype.itemsize
     width = config.num_kv_heads * config.attention_width
     cache = 2 * size * width * len(network.layers) * (tokens + ROOM)  # keys and values
     logits = 4 * config.vocab_size

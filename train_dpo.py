@@ -1327,11 +1327,11 @@ def render_templates():
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     # Programs that shall give the same again are told the date by this variable.
-    today = datetime.datetime.now()
     if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
-    environment.globals["strftime_now"] = today.strftime
+        environment.globals["strftime_now"] = today.strftime
     compiled = functools.cache(environment.from_string)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
     for line in sys.stdin:
@@ -4862,8 +4862,10 @@ def stored_settings(given):
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
         checkpoint, _ = checkpoint_to_resume(folder)
-        stored = read_record("RESUME", checkpoint / "meta.json")["settings"]
-        return {**stored, "out_dir": str(folder.parent)}  # where it is now, if it was moved
+        meta = read_record("RESUME", checkpoint / "meta.json")
+        date = meta.get("identity", {}).get("date")  # no setting, see start_settings
+        # out_dir: where it is now, if it was moved.
+        return {**meta["settings"], "out_dir": str(folder.parent), "date": date}
     if given.get("REPLAY"):
         stored = read_progress(given["REPLAY"], out_dir)["settings"]
         for name in ("ITERATIONS", "MAX_WALLCLOCK_SECONDS", "RESERVE_SECONDS"):
@@ -5765,14 +5767,9 @@ def start_settings(given):
     values = stored_settings(given)
     # A chat template may write the date (Llama 3.2). In all its days a run has that of the first.
     asked = os.environ.get("SOURCE_DATE_EPOCH")
-    date = asked or calendar.timegm(time.localtime())
-    if given.get("RESUME"):
-        checkpoint, _ = checkpoint_to_resume(find_run("RESUME", given["RESUME"], values["out_dir"]))
-        date = read_record("RESUME", checkpoint / "meta.json")["identity"].get("date", date)
-        if asked and asked != date:
-            print(
-                f"note: SOURCE_DATE_EPOCH={asked} is not used: the run has {date}", file=sys.stderr
-            )
+    date = values.pop("date", None) or asked or calendar.timegm(time.localtime())
+    if asked and asked != date:
+        print(f"note: SOURCE_DATE_EPOCH={asked} is not used: the run has {date}", file=sys.stderr)
     try:
         os.environ["SOURCE_DATE_EPOCH"] = str(int(date))
     except ValueError:

@@ -4013,8 +4013,10 @@ def stored_settings(given):
         if given.get("RUN_ID", folder.name) != folder.name:
             raise UserError(f"RUN_ID={given['RUN_ID']!r}: must be that of RESUME, {folder.name!r}")
         checkpoint, _ = checkpoint_to_resume(folder)
-        stored = read_record("RESUME", checkpoint / "meta.json")["settings"]
-        return {**stored, "out_dir": str(folder.parent)}  # where it is now, if it was moved
+        meta = read_record("RESUME", checkpoint / "meta.json")
+        date = meta.get("identity", {}).get("date")  # no setting, see start_settings
+        # out_dir: where it is now, if it was moved.
+        return {**meta["settings"], "out_dir": str(folder.parent), "date": date}
     if given.get("REPLAY"):
         stored = read_progress(given["REPLAY"], out_dir)["settings"]
         for name in ("ITERATIONS", "MAX_WALLCLOCK_SECONDS", "RESERVE_SECONDS"):
