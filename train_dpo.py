@@ -6507,7 +6507,7 @@ def make_optimizers(params, settings, runtime):
     LEAST_HEAD_RATE at least.
     """
     trunk = dict(params)
-    heads = [trunk.pop(name) for name in ("w_value",) if name in trunk]
+    head = trunk.pop("w_value", None)  # a policy of DPO has none
     classes = parameters_by_class(trunk)
     rates = dict(lr=settings.learning_rate, weight_decay=settings.weight_decay)
     matrices = dict(params=classes["matrix"], **rates)
@@ -6515,6 +6515,7 @@ def make_optimizers(params, settings, runtime):
     # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
     controls = dict(params=classes["control"], lr=settings.learning_rate, weight_decay=0.0)
     head_rate = max(LEAST_HEAD_RATE, settings.learning_rate)
+    heads = [] if head is None else [head]
     value_head = dict(params=heads, lr=head_rate, weight_decay=0.0)
     adamw = OPTIMIZERS["adamw"]
     if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
