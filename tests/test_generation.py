@@ -181,6 +181,27 @@ def test_packed_weights_are_the_weights(dtype):
         assert not hasattr(S.Decoder(other, [[BOS]]).linear, "copies")
 
 
+@pytest.mark.parametrize("choice", ["g", "bigram", "learned", "bio", "qwen3_5"])
+def test_weights_are_cast_once_and_come_back(choice):
+    """Inside, a forward in bfloat16 has the same bits and casts no matrix; a fault changes nothing."""
+    net = network(settings_of(choice), torch.float32).requires_grad_()
+    net.dtype = torch.bfloat16
+    ids = texts(3, 2, 20)
+    before = {name: param.clone() for name, param in net.named_parameters()}
+    expected = net(ids)
+    expected.sum().backward()
+    pointers = [param.data_ptr() for param in net.parameters()]
+    cast = {name for name in before if name.rsplit(".", 1)[-1].startswith("w_") or "embed" in name}
+    with pytest.raises(ZeroDivisionError), S.cast_once(net):
+        halves = {name for name, param in net.named_parameters() if param.dtype == torch.bfloat16}
+        assert halves == cast | ({"head"} & before.keys())
+        assert torch.equal(net(ids), expected)
+        raise ZeroDivisionError
+    assert pointers == [param.data_ptr() for param in net.parameters()]
+    assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
+    assert all(param.grad.dtype == torch.float32 for param in net.parameters())
+
+
 def test_a_weight_that_has_changed_is_packed_anew():
     net = mixed(torch.float32)
     generate(net, [[BOS, 5]], most=2)
