@@ -1,8 +1,8 @@
-"""Models of transformers and llama.cpp, in and out: Llama, Qwen2, Qwen3, Qwen3.5; LoRA adapters for PEFT.
+"""Import and export models of transformers and llama.cpp: Llama, Qwen2, Qwen3, Qwen3.5; LoRA adapters for PEFT.
 
     python convert.py import models/Qwen3.5-0.8B runs/qwen               # from Hugging Face's files
     python convert.py import models/SmolLM2.gguf runs/smollm2            # from a GGUF file
-    python convert.py export runs/qwen out --like models/Qwen3.5-0.8B    # to them, in the same form
+    python convert.py export runs/qwen out --like models/Qwen3.5-0.8B    # back, in the form of the original
     python convert.py export runs/base out                               # any network, in float32
     python convert.py export runs/tuned adapters --adapters              # LoRA adapters alone
     python convert.py export runs/smollm2 tuned.gguf                     # for llama.cpp

@@ -33,10 +33,10 @@ change of the network that adds or drops no weight needs a field of GPTConfig th
 without one the other scripts would load its artifact as the old network, without an error. The name
 of a weight decides its optimizer and how it is packed (tensor_class): w_* is a matrix (MATRIX_LR,
 MATRIX_BITS); *embed*, head and ab are embeddings; all others, and tensors with fewer than 16 rows or
-columns, are controls (AdamW at SCALAR_LR, float16 or float32 in the artifact). In the log's header a
-setting that differs from its default has a `*`. In the repository a new setting also enters
-OUR_SETTINGS, so that the other scripts refuse it; your own copy needs no entry. Runs that began
-without the setting cannot be resumed.
+columns, are controls (AdamW at SCALAR_LR, float16 or float32 in the artifact). The optimizer takes ab
+for a control, and head has HEAD_LR (PARAMETER_CLASSES). In the log's header a setting that differs
+from its default has a `*`. In the repository a new setting also enters OUR_SETTINGS, so that the
+other scripts refuse it; your own copy needs no entry. Runs that began without it cannot be resumed.
 """
 
 # /// script

@@ -5,8 +5,8 @@
     python data/download.py --variant sp8192       another tokenizer: sp1024, sp4096, sp8192 or gpt2
     python data/download.py --manifest DIR --tokenizer PATH        only describes shards that are already there
 
-Given again, the command goes on where it was interrupted. Sizes and shard headers are checked, and
-the SHA-256 where the server names one. The layout is that of openai/parameter-golf,
+The same command again continues a download that was interrupted. Sizes and shard headers are checked,
+and the SHA-256 where the server names one. The layout is that of openai/parameter-golf,
 data/cached_challenge_fineweb.py (sp1024; sp4096 and sp8192 with the MATCHED_FINEWEB_REPO_ID of the
 records that use them) and of KellerJordan/modded-nanogpt, data/cached_fineweb10B.py (gpt2).
 """

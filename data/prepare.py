@@ -9,11 +9,12 @@
 A source is a file or a folder. A line of a .jsonl file is an object whose field `text` (or --field)
 is a document. A .txt, .md or .py file is one document, and so is a file without extension; but a .txt
 file is split where a line begins or ends with <|endoftext|>. Each may be compressed, as .gz or .zst.
-Links are followed. What a folder has beside these is passed over and named with the reason: another kind, not
-UTF-8, hidden, a broken link, not readable. A file that is named itself must be text.
+Links are followed. Other files of a folder are passed over and named with the reason: another kind,
+not UTF-8, hidden, a broken link, not readable. A file that you name must be text.
 
-Exact and near duplicates are dropped. Documents are shuffled over all sources by a seed. OUT gets
-its files at the end, so that an interrupted or refused run leaves nothing that counts.
+Exact duplicates are dropped, and near duplicates of the other side: a document of which more than
+half is also there. Documents are shuffled over all sources by a seed. OUT gets its files at the end,
+so that an interrupted or refused run leaves nothing that counts.
 """
 
 # /// script

@@ -5,8 +5,8 @@
 
 The tasks are sort, reverse, add, sums and story (see the functions below). A line of a problem file
 is {"prompt", "answer"}, a line of a pair file {"prompt", "chosen", "rejected"}, where the rejected
-answer has a slip. All prompts of a file are different. The same seed writes the same file. No other
-file or package is needed.
+answer has a small mistake. All prompts of a file are different. The same seed writes the same file.
+No other file or package is needed.
 
 The file also holds reward functions for REWARD=data/tasks.py:NAME: `gsm8k` and `gsm8k_strict`,
 checkers of sums, of story and of GSM8K's own files; and `coin`, which rewards at random, for control

@@ -6,9 +6,9 @@
 
 The network is read back from model.upar and scores the run's validation data: each document with new
 LoRA adapters, which learn from what was scored before (see score_adapted), and the same windows
-without adapters. The scores are added to result.json and metrics.jsonl; val_bpb and all else there stay as
-they are. log.txt is not touched, because records are made from it alone. With --documents only the
-first documents are scored, and nothing is written. docs/scoring.md has more.
+without adapters. The scores are added to result.json and metrics.jsonl, and what is there stays as it
+is. log.txt is not touched, because records are made from it alone. With --documents only the first
+documents are scored, and nothing is written. docs/scoring.md has more.
 """
 
 import argparse

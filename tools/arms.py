@@ -1,4 +1,4 @@
-"""Compare choices on this machine: pairs of options in turn, arms of equal seconds and parameters.
+"""Compare choices on this machine: pairs of options, or variants of a run ("arms") at equal seconds.
 
     python tools/arms.py options --only compile
     python tools/arms.py arms --data data/mine --seconds 120 --seeds 3

@@ -1,12 +1,12 @@
-"""Measure this machine: operations, generation and its training, runs of configs, one GPU.
+"""Measure this machine: operations, generation and a GRPO step, runs of configs, one GPU.
 
     python tools/bench.py ops
     python tools/bench.py train configs/cpu.env --seconds 20
 
-What is compared runs in turn in one process and is timed by CUDA events on a GPU. `train` runs
-train_gpt.py with settings in its environment and reads its result.json and log.txt. Exported
-settings are not passed on; use `--set NAME=VALUE`. Step time is the median over the run, tokens/s
-is the batch over that time. Without --data the text is Python's own standard library.
+`ops` and `rl` time our code and other libraries in turn in one process; on a GPU `ops` uses CUDA
+events. `train` runs train_gpt.py with settings in its environment and reads its result.json and
+log.txt. Exported settings are not passed on; use `--set NAME=VALUE`. Step time is the median over the
+run, tokens/s is the batch over that time. Without --data the text is Python's own standard library.
 `gpu` runs the parts in tools/gpu.py; tools/arms.py compares choices.
 """
 

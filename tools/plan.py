@@ -4,10 +4,10 @@
     WORLD_SIZE=8 python tools/plan.py configs/golf_8gpu.env DEVICE=cuda --num_layers=12
 
 The arguments are those of train_gpt.py (`python train_gpt.py --help` lists the settings); settings in the environment
-count too. A mistake that would stop the run before its first step stops the plan with the same error. The tool takes
-no step, writes nothing and needs neither data nor GPUs. It plans for WORLD_SIZE processes (an environment variable,
-1 if it is not set) on DEVICE, which need not exist here. If DATA_PATH does not exist, it assumes VOCAB_SIZE tokens
-(1,024 if that is 0).
+count too. A mistake in them stops the plan with the error of the run. INIT_FROM is not read: the plan is that of a new
+network. The tool takes no step, writes nothing and needs neither data nor GPUs. It plans for WORLD_SIZE processes (an
+environment variable, 1 if it is not set) on DEVICE, which need not exist here. If DATA_PATH does not exist, it assumes
+VOCAB_SIZE tokens (1,024 if that is 0).
 """
 
 import math

@@ -5,8 +5,8 @@
 
 A section is between `# === shared: NAME ===` and `# === end: NAME ===`. The scripts are the top-level *.py,
 data/*.py and tools/modeling_underpar.py, if git knows them: a copy for an experiment is left alone until `git add`.
-Only a script that carries the fence receives the section; an empty fence is an invitation. A section that was
-itself edited since HEAD is never overwritten: commit it, revert it, or name its file as the source.
+A section is copied into each script that has its fences, which may be empty. A section that was edited since HEAD is
+never overwritten: commit it, revert it, or name its file as the source.
 """
 
 import os

@@ -1,12 +1,11 @@
-"""Counts the size of Python code in tokens, the same on every Python version: the measure of the
-limits in tests/test_house.py.
+"""Count the size of Python code in tokens, the same on every Python version.
 
-    python tokens.py train_gpt.py sample.py              tokens, tokens a line of code, the longest functions
-    python tokens.py --json train_gpt.py
+    python tools/tokens.py train_gpt.py sample.py        tokens, tokens a line of code, the longest functions
+    python tools/tokens.py --json train_gpt.py
 
-Counted are names, operators, numbers and strings, as `tokenize` sees them. Not counted: comments, line ends,
-indentation. A plain string is one token, a docstring too; an f-string is one token and the tokens of every expression
-inside it.
+Names, operators, numbers and strings count, as `tokenize` sees them; comments, line ends and indentation do not. A
+plain string is one token, and so is a docstring; an f-string is one token and the tokens of every expression inside it.
+The limits in tests/test_house.py are in these tokens; those of scripts leave out the section `kernels`.
 """
 
 import ast
