@@ -3762,6 +3762,8 @@ class Decoder:
         # Weights that are cast for each product would have a new copy each time.
         is_cast = network.dtype not in (None, dtype)
         has_layout = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        if has_layout and dtype == torch.bfloat16:  # a CPU with AVX2 alone has no such layout
+            has_layout = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         is_packed = has_layout and dtype != torch.float64 and not (is_fixed or is_cast)
         self.linear = PackedLinear(dtype) if is_packed else contextlib.nullcontext()
         # A function: a bound method would refer back to the Decoder, whose caches would then stay

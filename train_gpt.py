@@ -2307,6 +2307,9 @@ def choose_kernels(choice, network, runtime, log):
     FAST.clear()
     if choice == "fla" and runtime.device.type == "cpu":
         raise UserError("KERNELS='fla': must be auto or plain on a CPU; fla's kernels need CUDA")
+    is_emulated = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    if runtime.device.type == "cpu" and network.dtype == torch.bfloat16 and is_emulated:
+        log("note: DTYPE=bfloat16: this CPU has no AVX-512; float32 is up to 100 times as fast")
     config = network.config
     kinds = {word[0].lower() for word in config.layers.split()}  # G1, g1 and g are Gated DeltaNet
     if choice != "plain" and runtime.device.type == "cuda":

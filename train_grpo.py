@@ -3192,6 +3192,9 @@ def choose_kernels(choice, network, runtime, log):
     FAST.clear()
     if choice == "fla" and runtime.device.type == "cpu":
         raise UserError("KERNELS='fla': must be auto or plain on a CPU; fla's kernels need CUDA")
+    is_emulated = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    if runtime.device.type == "cpu" and network.dtype == torch.bfloat16 and is_emulated:
+        log("note: DTYPE=bfloat16: this CPU has no AVX-512; float32 is up to 100 times as fast")
     config = network.config
     kinds = {word[0].lower() for word in config.layers.split()}  # G1, g1 and g are Gated DeltaNet
     if choice != "plain" and runtime.device.type == "cuda":
@@ -5573,6 +5576,8 @@ class Decoder:
         # Weights that are cast for each product would have a new copy each time.
         is_cast = network.dtype not in (None, dtype)
         has_layout = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        if has_layout and dtype == torch.bfloat16:  # a CPU with AVX2 alone has no such layout
+            has_layout = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         is_packed = has_layout and dtype != torch.float64 and not (is_fixed or is_cast)
         self.linear = PackedLinear(dtype) if is_packed else contextlib.nullcontext()
         # A function: a bound method would refer back to the Decoder, whose caches would then stay
@@ -8105,6 +8110,7 @@ class GRPOTrainer(PolicyTrainer):
         prompts = [answer.prompt for answer in answers[::count]]
         state = functools.partial(sampling_state, answers)
         with (
+            torch.no_grad(),
             self.weights(qat),
             cast_once(self.network),
             parametrize.cached(),

@@ -42,6 +42,7 @@ class Table(nn.Module):
     """A policy whose next token depends on the present one alone: row t holds the logits after t."""
 
     activation_checkpointing = False
+    dtype = None
 
     def __init__(self, size=264, seed=0):
         super().__init__()

@@ -23,7 +23,7 @@ TOKENS = {
     "train_gpt.py": 31_000,
     "train_sft.py": 40_000,
     "train_dpo.py": 40_000,
-    "train_ppo.py": 46_500,
+    "train_ppo.py": 46_800,
     "train_grpo.py": 48_800,
     "train_gspo.py": 48_800,
     "quantize.py": 21_000,

@@ -103,9 +103,16 @@ def test_forms_that_are_wrong_are_named_and_left_out(monkeypatch, dtype):
 
 def test_what_is_checked_and_who_decides(monkeypatch, capfd):
     """No form that no layer uses; none that is not asked for; and none that a rank refuses."""
-    for choice, device in (("plain", "cuda"), ("auto", "cpu")):
-        T.choose_kernels(choice, network(), runtime(device), pytest.fail)
-        assert T.FAST == {}
+    for capability, dtype, notes in (
+        ("AVX2", torch.bfloat16, 1),  # which such a CPU emulates
+        ("AVX2", None, 0),
+        ("AVX512", torch.bfloat16, 0),
+    ):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda one=capability: one)
+        for choice, device in (("plain", "cuda"), ("auto", "cpu")):
+            lines = []
+            T.choose_kernels(choice, network(dtype), runtime(device), lines.append)
+            assert len(lines) == notes * (device == "cpu") and T.FAST == {}
     monkeypatch.setattr(T, "fla_gdn", missing_gdn)
     for device, said in (("cpu", "on a CPU"), ("cuda", "pip install")):
         for layers in ("g s", "g1 s g1", "G1 s G1"):
