@@ -990,10 +990,16 @@ def describe(folder, tokenizer_path):
     splits = {}
     streams = {}
     for split in ("train", "val"):
-        paths = sorted(folder.glob(f"*_{split}_*.bin"))
-        if not paths:
-            raise UserError(f"{folder}: no *_{split}_*.bin shard there")
-        names |= {path.name.split(f"_{split}_")[0] for path in paths}
+        files = sorted(path.name for path in folder.glob("*.bin"))
+        matches = [re.fullmatch(rf"(.+)_{split}(_.+)?\.bin", name) for name in files]
+        found = [match for match in matches if match]
+        if not found:
+            raise UserError(
+                f"{folder}: no *_{split}_*.bin shard there, of llm.c's formats; nanoGPT's train.bin "
+                "and .npy files are of another: data/prepare.py TEXTS --tokenizer NAME makes shards"
+            )
+        names |= {match[1] for match in found}
+        paths = [folder / match[0] for match in found]
         splits[split] = describe_split(paths, tokenizer)
         streams[split] = TokenStream(paths, tokenizer.vocab_size)
     if len(names) > 1:

@@ -262,6 +262,10 @@ def test_manifest_of_published_shards(tmp_path, capsys):
     write_shard(paths[-1], np.array([5, 6]))
     refuses("validation begins with token 5", described, tmp_path, "bytes")
     refuses(r"no \*_train_\*\.bin shard", described, tmp_path / "none", "bytes")
+    (tmp_path / "llm.c").mkdir()
+    for split in ("train", "val"):
+        write_shard(tmp_path / "llm.c" / f"tiny_shakespeare_{split}.bin", np.array([1, 5, 6]))
+    assert described(tmp_path / "llm.c", "bytes")["name"] == "tiny_shakespeare"
 
 
 def test_decoded_bytes_across_pieces_and_shards(tmp_path, monkeypatch):
