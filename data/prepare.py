@@ -6,11 +6,13 @@
     python data/prepare.py train.jsonl --val val.jsonl --tokenizer some.model --out data/mine
     python data/prepare.py --token-bytes data/mine      for shards of an older version; writes token_bytes.bin
 
-A source is a file or a folder. A line of a .jsonl file is an object whose field `text` (or --field)
-is a document. A .txt, .md or .py file is one document, and so is a file without extension; but a .txt
-file is split where a line begins or ends with <|endoftext|>. Each may be compressed, as .gz or .zst.
-Links are followed. Other files of a folder are passed over and named with the reason: another kind,
-not UTF-8, hidden, a broken link, not readable. A file that you name must be text.
+A source is a file or a folder. A row is a document: the field `text` (or --field) of a line of .jsonl,
+or of .parquet (needs pyarrow). A .json file, or one without extension, has rows if its first line is a
+JSON object. A .txt, .md or .py file is one document, and so is another file without extension; but a
+.txt file is split where a line begins or ends with <|endoftext|>. All but .parquet may be compressed,
+as .gz or .zst. Links are followed. Other files of a folder are passed over and named with the reason:
+another kind, not UTF-8, hidden, a broken link, not readable. A file that you name may have any
+ending, if it is text.
 
 Exact duplicates are dropped, and near duplicates of the other side: a document of which more than
 half is also there. Documents are shuffled over all sources by a seed. OUT gets its files at the end,
@@ -37,6 +39,7 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -778,11 +781,41 @@ def run_command(run):
 # === end: command ===
 
 
-LINES = ".jsonl"  # files of many documents
-ENDINGS = (LINES, ".txt", ".md", ".py")  # what a folder is searched for, beside files without one
+TABLE = ".parquet"
+ROWS = (".jsonl", ".ndjson", TABLE)  # files of many documents
+JSON = ".json"  # has many, too, if it has a JSON object in each line, as C4 and Dolma
+# What a folder is searched for, beside files without ending.
+ENDINGS = (*ROWS, JSON, ".txt", ".md", ".py")
 PACKED = (".gz", ".zst")  # compressions that each of these may have
+OTHER_KIND = "of another kind"
 NOT_UTF8 = "not UTF-8 (iconv -f LATIN1 -t UTF-8 FILE > NEW converts Latin-1)"
-NAMED = 20  # files passed over that are named for each reason; the others are only counted
+UTF16 = "UTF-16 (iconv -f UTF-16 -t UTF-8 FILE > NEW converts it)"
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+LFS = b"version https://git-lfs.github.com/spec/"  # begins what stands for a file of Git LFS
+LFS_POINTER = "a pointer of Git LFS and not the file (git lfs pull fetches it)"
+# Endings of files that are no text -> how to get text of them; the first that fits counts.
+BY_PANDAS = "pandas.read_{}.to_json(NEW, orient='records', lines=True) writes .jsonl"
+CONVERSIONS = {
+    (".csv",): BY_PANDAS.format("csv(FILE)"),
+    (".tsv",): BY_PANDAS.format(r"csv(FILE, sep='\t')"),
+    (JSON,): f"a .json has an object in each line; of a list {BY_PANDAS.format('json(FILE)')}",
+    (".arrow",): "datasets.load_from_disk(FOLDER).to_json(NEW) writes .jsonl",
+    (".xml", ".xml.bz2"): "wikiextractor --json FILE makes rows of a dump of Wikipedia",
+    (".warc", ".wet"): "warcio reads the records of Common Crawl; write them as .jsonl",
+    (".zip",): "unzip FILE unpacks it",
+    (".tar", ".tgz", ".tar.xz", ".tar.bz2"): "tar xf FILE unpacks it",
+    (".xz", ".bz2", ".7z"): "unpack it first: xz -d, bzip2 -d or 7z x FILE; then maybe tar xf",
+    # Tokens: of llm.c, nanoGPT and build-nanogpt
+    (".bin", ".npy"): "data/download.py --manifest FOLDER --tokenizer NAME takes shards of llm.c; "
+    "for other tokens prepare their text, by the same --tokenizer",
+    (".ipynb",): "jupyter nbconvert --to markdown FILE writes .md",
+    (".pdf",): "pdftotext FILE writes .txt",
+    (".docx", ".epub", ".html"): "pandoc -t plain FILE -o NEW.txt writes text",
+}
+# In the name of a published file: it is not of the training split.
+HELD_OUT = re.compile(r"(?i)(?:^|[/._-])(?:val|valid|validation|holdout|test)(?=[/.-]|_?\d|$)")
+NAMED = 20  # files or rows passed over that are named for each reason; the others are counted
+TABLE_ROWS = 100  # of a table that are in memory at a time
 # Memory that each byte of a document takes at least. 20 MB took 1.5 GB with a SentencePiece model of
 # 1,024 pieces; 10 MB took 1.1 GB with `bytes`.
 MEMORY_PER_BYTE = 70
@@ -803,7 +836,9 @@ VOCAB_SIZE = 1024  # pieces of a tokenizer trained here
 VAL_FRAC = 0.05  # share of the text that a split makes validation
 VAL_BYTES = 20_000_000  # most validation text that a split makes
 EMBEDDED_VAL_BYTES = 500_000  # the same for the standard library
-BUCKETS = 64  # files of documents in process; a worker holds one of them in memory
+BUCKETS = 64  # files of documents in process; a worker takes about 8 times the size of one
+MOST_BUCKETS = 256  # the same where the sources are larger than this:
+LARGE_BYTES = 2_000_000_000
 GRAM_WORDS = 8  # near duplicates share over half of their sequences of this many words
 SAMPLE_BYTES = 10_000_000  # of training text, which the tokenizer is trained on
 SHARD_TOKENS = 100_000_000  # as the published FineWeb shards
@@ -853,6 +888,12 @@ class Request:
         return {*self.sources, *self.val_sources}
 
     @functools.cached_property
+    def buckets(self):
+        """The number of files that hold the documents in process."""
+        size = sum(path.stat().st_size for path in self.all_sources())
+        return MOST_BUCKETS if size > LARGE_BYTES else BUCKETS
+
+    @functools.cached_property
     def separated(self):
         """The set of files that are split at SEPARATOR."""
         return {path for path in self.all_sources() if is_separated(path)}
@@ -860,7 +901,7 @@ class Request:
     @functools.cached_property
     def has_one_document(self):
         """Whether the sources are a single document, which is split by its tail."""
-        if self.val_sources or len(self.sources) > 1 or any(map(has_lines, self.sources)):
+        if self.val_sources or len(self.sources) > 1 or any(map(has_rows, self.sources)):
             return False
         (path,) = self.sources
         return len([*itertools.islice(text_documents(path), 2)]) == 1
@@ -872,9 +913,17 @@ def unpacked_name(path):
     return name.removesuffix(path.suffix.lower()) if name.endswith(PACKED) else name
 
 
-def has_lines(path):
-    """Return whether a file has many documents."""
-    return unpacked_name(path).endswith(LINES)
+def has_rows(path):
+    """Return whether a file has many documents, rows with a field each."""
+    name = unpacked_name(path)
+    if not name.endswith(JSON) and "." in name:
+        return name.endswith(ROWS)
+    try:
+        with open_source(path) as file:
+            line = file.readline(DOCUMENT_BYTES).removeprefix(codecs.BOM_UTF8)
+        return line.startswith(b"{") and isinstance(json.loads(line), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def unpack_zstd(file):
@@ -975,7 +1024,8 @@ def check_size(path, document):
     raise UserError(
         f"source {path}: a document of over {DOCUMENT_BYTES:,} bytes, which takes more memory than "
         f"the {MEMORY / 1e9:.3g} GB of this machine; must be .jsonl with a document in each line, or "
-        f".txt with the line {SEPARATOR.decode()} between documents"
+        f".txt with the line {SEPARATOR.decode()} between documents; split -C 10MB "
+        "--additional-suffix=.txt FILE FOLDER/ cuts a text at line ends"
     )
 
 
@@ -1008,15 +1058,24 @@ def text_documents(path):
 
 
 def text_fault(path):
-    """Return why a text file cannot be read, or "". Files of many documents are only opened here."""
+    """Return why a text file cannot be read, or "". Files of many documents are only opened here.
+
+    Raises UserError for a damaged one.
+    """
     try:
-        if has_lines(path):
-            open(path, "rb").close()
+        with open(path, "rb") as file:
+            begin = file.read(len(LFS))
+        if begin == LFS:
+            return LFS_POINTER
+        if path.name.lower().endswith(TABLE):
+            open_table(path).close()
+        elif has_rows(path):
+            return ""
         # A list, because all of them must be UTF-8.
         elif not any([bool(text.strip()) for text in text_documents(path)]):
             return "empty"
     except UnicodeDecodeError:
-        return NOT_UTF8
+        return UTF16 if begin.startswith(UTF16_MARKS) else NOT_UTF8
     except OSError:
         return "not readable"
     return ""
@@ -1041,16 +1100,29 @@ def walk(root, passed_over):
             continue
         searched.add(place)
         folders.sort()
+        # A cache of the Hugging Face hub: its snapshots are links to its blobs, with their names.
+        cached = {"blobs", "refs"} if {"blobs", "snapshots"} <= {*folders} else set()
         for name in [*folders, *names]:
             path = Path(folder, name)
             if name.startswith("."):
                 pass_over("hidden", path)
+            elif name in cached:
+                pass_over("of a cache, whose snapshots are read", path)
             elif name in names and path.is_file():
                 files.append(path)
             elif name in names:
                 pass_over("broken links" if path.is_symlink() else "no regular files", path)
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if name[0] != "." and name not in cached]
     return sorted(files)
+
+
+def conversion(path):
+    """Return how to get text of a file that is no text, by its name; "" for another name."""
+    names = (unpacked_name(path), path.name.lower())
+    for endings, hint in CONVERSIONS.items():
+        if any(name.endswith(endings) for name in names):
+            return hint
+    return ""
 
 
 def find_sources(arguments, only):
@@ -1075,18 +1147,24 @@ def find_sources(arguments, only):
             name = Path(os.path.relpath(path, root.parent)).as_posix()
             has_kind = path.name.lower().endswith(endings or ENDINGS)
             has_kind = has_kind or unpacked_name(path).endswith(endings or ENDINGS)
-            if not endings and "." not in unpacked_name(path):
+            if not endings and unpacked_name(path).endswith(JSON):
+                has_kind = has_rows(path)
+            elif not endings and "." not in unpacked_name(path):
                 has_kind = True
-            fault = text_fault(path) if has_kind else "of another kind"
+            elif path == root and not conversion(path):
+                has_kind = True
+            fault = text_fault(path) if has_kind else OTHER_KIND
             if fault:
                 reasons[fault].append(name)
             else:
                 found[path] = name
         if not found:
             why = ", ".join(f"{len(names)} {reason}" for reason, names in reasons.items())
+            hints = [conversion(Path(name)) for name in reasons[OTHER_KIND]]
             raise UserError(
                 f"source {root}: no text in it ({why or 'no file'}); read are UTF-8 files "
-                f"{', '.join(endings or ENDINGS)}, also as .gz or .zst; make .jsonl of other kinds"
+                f"{', '.join(endings or ENDINGS)}, also as .gz or .zst, and of a folder those that "
+                f"--only ENDING names; {next(filter(None, hints), 'make .jsonl of other kinds')}"
             )
         sources |= found
         for reason, names in reasons.items():
@@ -1094,11 +1172,21 @@ def find_sources(arguments, only):
     return sources, passed_over
 
 
-def print_passed_over(passed_over):
-    """Print reason -> names of files or rows that are not used."""
-    for reason, names in passed_over.items():
-        text = ", ".join(names[:NAMED]) + ", …" * (len(names) > NAMED)
-        print(f"passed over, {reason}: {len(names)} ({text})", flush=True)
+def print_passed_over(reason, names, count):
+    """Print what is not used: the first of `count` names of files or rows."""
+    text = ", ".join(names[:NAMED]) + ", …" * (count > NAMED)
+    print(f"passed over, {reason}: {count} ({text})", flush=True)
+
+
+def print_held_out(names):
+    """Warn of sources that their publisher holds out, if their names say so beside `train`."""
+    held_out = [*filter(HELD_OUT.search, names)]
+    if 0 < len(held_out) < len(names) and "train" in " ".join(names).lower():
+        print(
+            f"warning: {len(held_out)} sources are named as validation or test, the first is "
+            f"{held_out[0]}; they are split like the others, unless you give them by --val",
+            flush=True,
+        )
 
 
 def find_stdlib():
@@ -1123,14 +1211,32 @@ def find_stdlib():
     return sources
 
 
-def read_documents(path, field):
-    """Yield the documents of a source file, and (line, row) for a row that has no text.
+def open_table(path):
+    """Return a Parquet file, open. Raises UserError."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"source {path}: Parquet needs pyarrow: pip install pyarrow")
+    import pyarrow.parquet
 
-    Raises UserError that names file and line.
-    """
-    if not has_lines(path):
-        yield from text_documents(path)
-        return
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"source {path}: damaged Parquet ({error!s:.200})") from None
+
+
+def table_rows(path, field):
+    """Yield the rows of a Parquet file: only their field, if there is one. Raises UserError."""
+    with open_table(path) as table:
+        columns = [field] if field in table.schema_arrow.names else None
+        batches = table.iter_batches(TABLE_ROWS, columns=columns)
+        try:
+            for batch in batches:
+                yield from batch.to_pylist()
+        except (OSError, ValueError) as error:  # pages; strings that are not UTF-8
+            raise UserError(f"source {path}: damaged Parquet ({error!s:.200})") from None
+
+
+def json_rows(path, field):
+    """Yield the rows of JSON lines; a blank line is an empty text. Raises UserError."""
     with open_source(path) as file:
         lines = iter(functools.partial(file.readline, DOCUMENT_BYTES), b"")
         for number, line in enumerate(lines, 1):
@@ -1140,17 +1246,27 @@ def read_documents(path, field):
                     f"{where}: longer than {DOCUMENT_BYTES:,} bytes, which takes more memory than "
                     f"the {MEMORY / 1e9:.3g} GB of this machine"
                 )
-            if not line.strip():
-                yield ""
-                continue
             try:
-                row = json.loads(line)
+                row = json.loads(line) if line.strip() else {field: ""}
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: not JSON ({error})") from error
             if not isinstance(row, dict):
                 raise UserError(f"{where}: no object; a line is an object with a text in `{field}`")
-            text = row.get(field)
-            yield text if isinstance(text, str) else (number, row)
+            yield row
+
+
+def read_documents(path, field):
+    """Yield the documents of a source file, and (number, row) for a row that has no text.
+
+    Raises UserError that names the file, and a line of JSON.
+    """
+    if not has_rows(path):
+        yield from text_documents(path)
+        return
+    rows = table_rows if path.name.lower().endswith(TABLE) else json_rows
+    for number, row in enumerate(rows(path, field), 1):
+        text = row.get(field)
+        yield text if isinstance(text, str) else (number, row)
 
 
 def split_tail(data, request):
@@ -1217,14 +1333,18 @@ def read_records(paths):
     return sorted(records)
 
 
+def spooled(work, bucket):
+    """Return the files of a bucket."""
+    return [work / f"spool/{split}_{bucket:03d}" for split in ("train", "val")]
+
+
 def spool_file(path, request, files, counts):
-    """Write the documents of a source file to `files`, of spool; return its rows without a text."""
-    rows_without = []
+    """Write the documents of a source file to `files`, of spool; yield its rows without a text."""
     for text in read_documents(path, request.field):
         counts["documents"] += 1
         if isinstance(text, tuple):
             counts["no_text"] += 1
-            rows_without.append(text)
+            yield text
             continue
         try:
             data = text.encode()
@@ -1238,41 +1358,46 @@ def spool_file(path, request, files, counts):
         for split, part in split_document(data, path, request).items():
             digest = hashlib.sha256(part).digest()
             key = hashlib.sha256(b"%d:" % request.seed + digest).digest()
-            write_record(files[f"{split}_{key[0] * BUCKETS >> 8:02d}"], key, part)
-    return rows_without
+            write_record(files[f"{split}_{key[0] * request.buckets >> 8:03d}"], key, part)
 
 
 def spool(request, work):
-    """Write every document to spool/SIDE_NN, the bucket by its key. Return the counts."""
+    """Write every document to spool/SIDE_NNN, the bucket by its key. Return the counts."""
     (work / "spool").mkdir()
     files = {}
-    for split, bucket in itertools.product(("train", "val"), range(BUCKETS)):
-        name = f"{split}_{bucket:02d}"
+    for split, bucket in itertools.product(("train", "val"), range(request.buckets)):
+        name = f"{split}_{bucket:03d}"
         files[name] = open(work / "spool" / name, "wb")
     counts = Counter(documents=0, empty=0, not_lossless=0, no_text=0)
     without = f"no text in `{request.field}`"
     separated_names = []
     separated_documents = 0
-    rows = []
-    field_names = Counter()
+    rows = []  # the first without a text
+    text_lengths = Counter()  # of their fields
     for path, name in (request.val_sources | request.sources).items():
         begin = counts["documents"]
         for number, row in spool_file(path, request, files, counts):
-            rows.append(f"{name} line {number}")
-            if len(rows) <= NAMED:
-                field_names.update(key for key, value in row.items() if isinstance(value, str))
+            if len(rows) < NAMED:
+                rows.append(f"{name} line {number}")
+                texts = {key: len(value) for key, value in row.items() if isinstance(value, str)}
+                text_lengths.update(texts)
         if path in request.separated:
             separated_names.append(name)
             separated_documents += counts["documents"] - begin
     for file in files.values():
         file.close()
-    if rows and len(rows) == counts["documents"] - counts["empty"]:
-        texts = " or ".join(f"--field {name}" for name, _ in field_names.most_common(3))
+    if rows and counts["no_text"] == counts["documents"] - counts["empty"]:
+        options = " or ".join(f"--field {name}" for name, _ in text_lengths.most_common(3))
         raise UserError(
-            f"source {rows[0]}: {without}, as in all {len(rows)} rows; "
-            f"must be {texts or '--field NAME of a field that holds text'}"
+            f"source {rows[0]}: {without}, as in all {counts['no_text']} rows; "
+            f"must be {options or '--field NAME of a field that holds text'}"
         )
-    print_passed_over({f"rows with {without}": rows} if rows else {})
+    if rows:
+        print_passed_over(f"rows with {without}", rows, counts["no_text"])
+    if counts["documents"] == counts["empty"] + counts["not_lossless"]:
+        raise UserError(
+            f"no text in {counts['documents']} documents of the sources; give other text"
+        )
     if separated_names:
         print(
             f"split at {SEPARATOR.decode()}: {len(separated_names)} .txt files, the first is "
@@ -1325,10 +1450,11 @@ class Coverage:
         and a document of it would be covered by over half.
         """
         new = places[~self.seen[places]]
-        covered = self.covered + np.bincount(self.owners[new], minlength=len(self.sizes))
-        if protect and np.any(2 * covered > self.sizes):
+        owners, counts = np.unique(self.owners[new], return_counts=True)
+        covered = self.covered[owners] + counts
+        if protect and np.any(2 * covered > self.sizes[owners]):
             return False
-        self.covered = covered
+        self.covered[owners] = covered
         self.seen[new] = True
         return True
 
@@ -1339,7 +1465,7 @@ def match_bucket(work, bucket):
     """
     index = np.load(work / "index.npy", mmap_mode="r")
     matches = []
-    for _, text in read_records(sorted(work.glob(f"spool/*_{bucket:02d}"))):
+    for _, text in read_records(spooled(work, bucket)):
         own = grams(text)
         first = np.searchsorted(index, own)
         last = np.searchsorted(index, own, side="right")
@@ -1378,8 +1504,8 @@ def take_validation(request, work):
     limit = 0 if request.val_sources else request.val_max_bytes
     documents = []
     size = 0
-    for bucket in range(BUCKETS):
-        for document in read_records([work / f"spool/val_{bucket:02d}"]):
+    for bucket in range(request.buckets):
+        for document in read_records([work / f"spool/val_{bucket:03d}"]):
             size += len(document[1])
             if 0 < limit < size:
                 return documents
@@ -1387,17 +1513,21 @@ def take_validation(request, work):
     return documents
 
 
-def first_validation(work):
-    """Return the options by which the fewest documents validate, as text; "" if all would."""
-    documents = read_records(sorted(work.glob("spool/*")))
-    if len(documents) < 2:
-        return ""
-    share, size = min((hash_share(data), len(data)) for _, data in documents)
-    return f"must be --val-frac {math.ceil(share * 1e4 + 1e-6) / 1e4} --val-max-bytes {size}, "
+def first_validation(request, work):
+    """Return the options by which the fewest documents validate, or what else gives validation."""
+    shares = []
+    for bucket in range(request.buckets):
+        documents = read_records(spooled(work, bucket))
+        shares += [(hash_share(data), len(data)) for _, data in documents]
+    if len(shares) < 2:
+        return "give --val, or the only document as .txt, whose end is the validation"
+    share, size = min(shares)
+    share = math.ceil(share * 1e4 + 1e-6) / 1e4
+    return f"must be --val-frac {share} --val-max-bytes {size}, or give --val"
 
 
 def select(request, work, counts, workers):
-    """Write the documents to keep, in order, to kept/train_NN and kept/val_00; complete the counts.
+    """Write the documents to keep, in order, to kept/train_NNN and kept/val_000; complete the counts.
 
     A training document is dropped if over half of its 8-grams are in validation. A validation
     document is dropped if over half of its 8-grams are in the training documents that are left.
@@ -1413,17 +1543,17 @@ def select(request, work, counts, workers):
         raise UserError(
             f"no validation document among {counts['documents']} documents with --val-frac "
             f"{request.val_frac} and --val-max-bytes {request.val_max_bytes}; "
-            f"{first_validation(work)}or give --val"
+            f"{first_validation(request, work)}"
         )
     coverage = Coverage(val, work / "index.npy")
     val_keys = {key for key, _ in val}
     (work / "kept").mkdir()
     distinct = len(val)
     train_documents = 0
-    jobs = run_jobs(workers, functools.partial(match_bucket, work), range(BUCKETS))
+    jobs = run_jobs(workers, functools.partial(match_bucket, work), range(request.buckets))
     for bucket, matches in enumerate(jobs):
-        documents = read_records(sorted(work.glob(f"spool/*_{bucket:02d}")))
-        with open(work / f"kept/train_{bucket:02d}", "wb") as file:
+        documents = read_records(spooled(work, bucket))
+        with open(work / f"kept/train_{bucket:03d}", "wb") as file:
             for (key, text), (size, shared, places) in zip(documents, matches, strict=True):
                 if key in val_keys:
                     continue
@@ -1433,7 +1563,7 @@ def select(request, work, counts, workers):
                     write_record(file, key, text)
                     train_documents += 1
     is_kept = 2 * coverage.covered <= coverage.sizes
-    with open(work / "kept/val_00", "wb") as file:
+    with open(work / "kept/val_000", "wb") as file:
         for i in np.flatnonzero(is_kept):
             write_record(file, *val[i])
 
@@ -1583,11 +1713,15 @@ def print_changes(split, part):
 
 def build(request, work, workers):
     """Write shards and tokenizer into work/result. Return the manifest."""
-    print("reading the sources", flush=True)
+    paths = [*request.sources, *request.val_sources]
+    endings = Counter(Path(unpacked_name(path)).suffix for path in paths)
+    kinds = [f"{n:,} {ending or 'without ending'}" for ending, n in endings.most_common()]
+    print(f"reading the sources: {', '.join(kinds)}", flush=True)
     counts = spool(request, work)
     parts = "its two parts" if request.has_one_document else f"{counts['documents']:,} documents"
     print(f"looking for duplicates among {parts}", flush=True)
     select(request, work, counts, workers)
+    shutil.rmtree(work / "spool")  # as large as the text
     result = work / "result"
     result.mkdir()
     path = request.tokenizer or train_tokenizer(work, request.vocab_size)
@@ -1702,7 +1836,7 @@ def parse_arguments(arguments):
     option("--tokenizer", default="", help=".model file, tiktoken name or file, or `bytes`")
     option("--val-frac", type=float, help=f"share of text for validation ({VAL_FRAC})")
     option("--val-max-bytes", type=int, help=f"most validation bytes, 0: no limit ({VAL_BYTES:,})")
-    option("--field", default="text", help="of a .jsonl row, which holds the document (text)")
+    option("--field", default="text", help="of a row, which holds the document (text)")
     option("--seed", type=int, default=0, help="of the document order (0)")
     option("--name", help="first part of the shards' names (text; embedded without SOURCE)")
     option("--workers", type=int, help="processes (all cores)")
@@ -1738,6 +1872,8 @@ def run(arguments=None):
         return
     if args.sources:
         sources, passed_over = find_sources(args.sources, args.only)
+        if not args.val:
+            print_held_out(list(sources.values()))
         name = args.name or "text"
         limit = VAL_BYTES
     else:
@@ -1746,13 +1882,13 @@ def run(arguments=None):
         name = args.name or "embedded"
         limit = EMBEDDED_VAL_BYTES
     val_sources, val_passed_over = find_sources(args.val, args.only)
-    print_passed_over(passed_over)
-    print_passed_over(val_passed_over)
+    for reason, names in [*passed_over.items(), *val_passed_over.items()]:
+        print_passed_over(reason, names, len(names))
     if args.only and not any(map(os.path.isdir, [*args.sources, *args.val])):
         raise UserError(f"--only {' '.join(args.only)}: expected a folder among the sources")
-    if args.field != "text" and not any(map(has_lines, [*sources, *val_sources])):
+    if args.field != "text" and not any(map(has_rows, [*sources, *val_sources])):
         raise UserError(
-            f"--field {args.field}: expected a source of .jsonl, whose rows have fields"
+            f"--field {args.field}: expected a source of .jsonl or .parquet, whose rows have fields"
         )
     if args.val_max_bytes is not None:
         limit = args.val_max_bytes

@@ -195,7 +195,7 @@ SMALL = (
 )
 
 
-def test_workers_and_buckets_do_not_change_a_byte(tmp_path):
+def test_workers_and_buckets_do_not_change_a_byte(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", [words(i, 300) for i in range(400)])
     code = SMALL.format(folder=str(SCRIPT.parent))
     for workers in ("1", "2"):
@@ -204,7 +204,8 @@ def test_workers_and_buckets_do_not_change_a_byte(tmp_path):
         subprocess.run(command, check=True, capture_output=True)
     expected = shard_bytes(tmp_path / "1")
     assert shard_bytes(tmp_path / "2") == expected and "text_train_000003.bin" in expected
-    run(source, "--out", tmp_path / "b", "--vocab-size", 400)  # in one shard, by more buckets
+    monkeypatch.setattr(prepare, "LARGE_BYTES", 1)
+    run(source, "--out", tmp_path / "b", "--vocab-size", 400)  # in one shard, by 256 buckets
     whole = (tmp_path / "b" / "text_train_000000.bin").read_bytes()[1024:]
     names = [name for name in sorted(expected) if "_train_" in name]
     assert whole == b"".join(expected[name][1024:] for name in names)
@@ -297,6 +298,7 @@ def test_marks_around_the_only_document(tmp_path):
         ("a.txt", "\ufeff" + text, text),
         ("b.txt", f"{text}\n{MARK}\n", text),
         ("c.md", text + MARK, text + MARK),
+        ("d.raw", text + MARK, text + MARK),  # as WikiText's, which is named itself
     ):
         (tmp_path / name).write_text(content, encoding="utf-8")
         out = tmp_path / f"{name} out"
@@ -367,9 +369,17 @@ def test_a_full_disk_leaves_the_tokenizer_whole(tmp_path):
 GOOD = (json.dumps({"text": words(0)}) + "\n").encode()
 PACKED = zstandard.ZstdCompressor().compress(GOOD * 99)
 SOURCES = [
-    ("a.csv", b"a,b", "a.csv: .*1 of another kind"),
+    ("a.csv", b"a,b", "a.csv: .*1 of another kind.*; pandas.read_csv"),
+    ("a.Tar.gz", b"", "tar xf"),
+    ("a.json", b"[\n{}]", "a.json: .*; of a list pandas.read_json"),
+    ("train.bin", b"", "train.bin: .*data/download.py --manifest"),
+    ("a.pdf", b"%PDF", "a.pdf: .*pdftotext"),
+    ("a.parquet", b"PAR1", "a.parquet: (Parquet needs pyarrow: pip|damaged Parquet)"),
+    ("a.txt", "\u20ac".encode("utf-16"), "a.txt: .*1 UTF-16 .iconv -f UTF-16"),
+    ("a.jsonl", b"", "no text in 0 documents"),
+    ("a.jsonl", GOOD, "give --val, or the only document as .txt"),
     ("b.jsonl", GOOD + b"{oops\n", "b.jsonl, line 2"),
-    ("c.jsonl", b'{"body": "a", "n": 1}\n', "c.jsonl line 1: .* --field body$"),
+    ("c.jsonl", b'{"id": "1", "body": "ab"}\n', "c.jsonl line 1: .* --field body or --field id$"),
     ("d.jsonl", b"[" * 99999, "d.jsonl, line 1"),
     ("d.jsonl", b"[1]\n", "d.jsonl, line 1"),
     ("e.jsonl", b'{"text": "\xff"}\n', "e.jsonl, line 1"),
@@ -404,12 +414,12 @@ def test_rows_without_a_text_are_counted_and_named(tmp_path, capsys):
     """One file of another field does not stop a folder."""
     folder = tmp_path / "in"
     folder.mkdir()
-    write_jsonl(folder / "a.jsonl", [*map(words, range(40)), None, 5, words(50)])
+    write_jsonl(folder / "a.jsonl", [*map(words, range(40)), None, *range(29), words(50)])
     (folder / "c.jsonl").write_text("\ufeff" + json.dumps({"content": words(60)}), encoding="utf-8")
     manifest = run(folder, "--out", tmp_path / "out", *BYTES, "--val-frac", 0.3)
-    names = "in/a.jsonl line 41, in/a.jsonl line 42, in/c.jsonl line 1"
-    assert passed_over(capsys) == [f"rows with no text in `text`: 3 ({names})"]
-    assert manifest["dropped"]["no_text"] == 3 and manifest["dropped"]["exact_duplicates"] == 0
+    names = ", ".join(f"in/a.jsonl line {i}" for i in range(41, 61))
+    assert passed_over(capsys) == [f"rows with no text in `text`: 31 ({names}, …)"]
+    assert manifest["dropped"]["no_text"] == 31 and manifest["dropped"]["exact_duplicates"] == 0
     assert all_documents(tmp_path / "out") == encoded([*map(words, range(40)), words(50)])
 
 
@@ -436,6 +446,58 @@ def test_another_field_and_compressions(tmp_path, capsys):
     only = run(folder, "--out", tmp_path / "only", *options, "--only", ".jsonl")
     assert len(only["source_files"]) == 3
     refuses("^--field content: ", folder / "d.TXT.gz", "--out", tmp_path / "no", *options)
+
+
+def test_rows_by_other_names(tmp_path, capsys):
+    """As C4, wikiextractor and a cache of the Hugging Face hub name them."""
+    lines = write_jsonl(tmp_path / "lines", [*map(words, range(40))]).read_bytes()
+    pointer = prepare.LFS + b"v1\noid sha256:0\n"
+    for name, content in {
+        "c4.json.gz": gzip.compress(lines),
+        "hub/blobs/0f": lines,
+        "hub/refs/main": b"0f",
+        "hub/snapshots/0f/a.ndjson": lines,
+        "pointer.jsonl": pointer,
+        "pretty.json": b'{\n"text": "x"}',
+        "wiki_00": lines,
+    }.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(content)
+    manifest = run(tmp_path / "in", "--out", tmp_path / "out", *BYTES, "--val-frac", 0.3)
+    assert manifest["dropped"]["exact_duplicates"] == 2 * 40
+    assert all_documents(tmp_path / "out") == encoded(map(words, range(40)))
+    printed = capsys.readouterr().out
+    assert "reading the sources: 1 .json, 1 .ndjson, 1 without ending\n" in printed
+    for reason, names in {
+        "of a cache, whose snapshots are read": "in/hub/blobs, in/hub/refs",
+        prepare.LFS_POINTER: "in/pointer.jsonl",
+        "of another kind": "in/pretty.json",
+    }.items():
+        assert re.search(f"^passed over, {re.escape(reason)}: \\d \\({names}\\)$", printed, re.M)
+
+
+def test_rows_of_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    texts = [*map(words, range(205)), None]
+    rows = [{"path": "a/b.py", "content": text, "stars": 1} for text in texts]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=150)
+    request = (path, "--out", tmp_path / "out", *BYTES)
+    refuses("all 206 rows; must be --field content or --field path$", *request)
+    manifest = run(*request, "--field", "content")
+    assert all_documents(tmp_path / "out") == encoded(texts[:-1])
+    assert manifest["dropped"]["no_text"] == 1
+
+
+def test_published_validation_is_named(capsys):
+    prepare.print_held_out(["pg19/train/1.txt", "pg19/validation/2.txt", "pg19/test/3.txt"])
+    start = (
+        "warning: 2 sources are named as validation or test, the first is pg19/validation/2.txt; "
+    )
+    assert capsys.readouterr().out.startswith(start)
+    prepare.print_held_out(["a/train.py", "a/tests/test_train.py", "a/interval.md"])
+    assert not capsys.readouterr().out
 
 
 def test_links_are_followed_and_what_cannot_be_read_is_named(tmp_path, capsys, monkeypatch):
