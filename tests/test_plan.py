@@ -95,12 +95,14 @@ def test_bytes_are_those_of_an_artifact(plan):
     assert found["embedding"] == pytest.approx(93_301, rel=0.03)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "lion", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["muon", "lion", "adamw8bit", "tables"])
 def test_memory_is_that_of_optimizers(plan, optimizer):
     """State of a step of the real optimizer; weights, gradients, two averages and masters are 4
     bytes a parameter.
     """
     changes = SMALL | dict(LAYER_PATTERN="g s", OPTIMIZER=optimizer, MODEL_DIM=128, VOCAB_SIZE=256)
+    if optimizer == "tables":
+        changes |= dict(OPTIMIZER="muon", BIGRAM_VOCAB_SIZE=5000)
     found = plan(**changes)
     total, memory = parts(found["memory a rank, bytes, without activations"])
     settings = T.load_settings(T.Settings, {name: str(value) for name, value in changes.items()})
@@ -147,6 +149,9 @@ def test_what_would_stop_a_run_stops_its_plan(plan):
         ({"MAX_WALLCLOCK_SECONDS": 9}, "RESERVE_SECONDS=12.0"),
         ({"NUM_LAYER": 4}, "NUM_LAYERS"),
         ({"DATA_PATH": "."}, "DATA_PATH"),
+        ({"WORLD_SIZE": "eight"}, "^error: WORLD_SIZE='eight': "),
+        ({"WORLD_SIZE": 0}, "^error: WORLD_SIZE='0': "),
+        ({"INIT_FROM": "runs/first"}, "^error: INIT_FROM='runs/first': "),
     ):
         assert re.search(said, plan(code=2, **{**SMALL, **changes})["error"])
 

@@ -4,8 +4,8 @@
     WORLD_SIZE=8 python tools/plan.py configs/golf_8gpu.env DEVICE=cuda --num_layers=12
 
 The arguments are those of train_gpt.py (`python train_gpt.py --help` lists the settings); settings in the environment
-count too. A mistake in them stops the plan with the error of the run. INIT_FROM is not read: the plan is that of a new
-network. The tool takes no step, writes nothing and needs neither data nor GPUs. It plans for WORLD_SIZE processes (an
+count too. A mistake in them stops the plan with the error of the run. INIT_FROM is an error: the plan is that of a new
+network, so give the settings of its shape. The tool takes no step, writes nothing and needs neither data nor GPUs. It plans for WORLD_SIZE processes (an
 environment variable, 1 if it is not set) on DEVICE, which need not exist here. If DATA_PATH does not exist, it assumes
 VOCAB_SIZE tokens (1,024 if that is 0).
 """
@@ -26,7 +26,8 @@ TOKENS_PER_SECOND = 1_000_000  # the stated speed
 # Bits that a trained weight takes less than a normal one, because rows and columns differ in size
 # (docs/lab/2026-11.md, 2026-11-22).
 LESS_BITS = {"matrix": 0.1, "embedding": 0.75}
-# Optimizer -> bytes of state per weight of a matrix, per weight of an embedding. All other weights take AdamW's 8.
+# Optimizer -> bytes of state per weight of a matrix, per weight of an embedding. All other weights take AdamW's 8, and a
+# row of the hashed tables under muon takes 4 (RowRMSprop).
 STATE_BYTES = {
     "muon": (4, 8),
     "lion": (4, 4),
@@ -68,6 +69,10 @@ def estimate_memory(script: ModuleType, settings, network: torch.nn.Module) -> d
     """Return the bytes that a rank holds beside activations."""
     counts = script.count_parameters(network)
     matrix, embedding = STATE_BYTES[settings.optimizer]
+    if settings.optimizer == "muon" and settings.bigram_vocab_size:
+        rows = 2 * settings.bigram_vocab_size
+        counts["embedding"] -= rows * script.BIGRAM_DIM
+        counts["control"] += rows / 2  # 4 bytes of the 8
     copies = 2 + settings.ema + settings.swa + settings.qat  # 2: weights and gradients
     return {
         "optimizer": matrix * counts["matrix"]
@@ -88,7 +93,14 @@ def plan_lines(script: ModuleType, settings) -> list[str]:
     """Return the lines of the plan. Raises UserError."""
     plan = script.Plan(settings)
     device = settings.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if not world_size.isdecimal() or int(world_size) < 1:
+        raise script.UserError(f"WORLD_SIZE={world_size!r}: must be a whole number from 1")
+    if settings.init_from:
+        raise script.UserError(
+            f"INIT_FROM={settings.init_from!r}: must be empty here; give the settings of its shape instead"
+        )
+    world_size = int(world_size)
     runtime = script.Runtime(0, world_size, torch.device(device), False)
     data, has_data = find_data(script, settings)
     batches = script.Batches(data, settings, runtime)
