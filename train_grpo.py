@@ -1519,6 +1519,7 @@ class RowReport:
     left_out: dict = field(default_factory=dict)  # fault -> numbers of the rows that have it
     notes: dict = field(default_factory=dict)  # what is not used of these: kind -> name -> rows
     twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
+    fields: str = ""  # names of the first row's
 
     def leave_out(self, number, fault):
         """Take note of a row that is not used."""
@@ -1662,13 +1663,16 @@ def file_rows(path):
     the rows of .parquet. .gz and .zst are unpacked. Raises UserError.
     """
     if not Path(path).exists():
-        raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
+        raise UserError(
+            f"{path}: no such file; data/tasks.py writes files of small tasks, and `hf download NAME "
+            "--repo-type dataset` gets those of the hub"
+        )
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
     if path.lower().endswith((".csv", ".tsv", ".xlsx", ".arrow")):
         raise UserError(
             f"{path}: must be .jsonl, .json or .parquet, perhaps packed as .gz or .zst; "
-            "pandas.read_csv(FILE).to_json(FILE, orient='records', lines=True) writes .jsonl"
+            "pandas.read_csv(FILE).to_json(FILE, orient='records', lines=True) makes .jsonl of .csv"
         )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
@@ -1699,6 +1703,7 @@ def parse_rows(path, rows, parse):
                 row = parse_line(row)
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
+            report.fields = report.fields or ", ".join(row)
             items[number] = parse(row, notes)
         except UserError as error:  # a chat template refuses some conversations
             report.leave_out(number, str(error))
@@ -1720,7 +1725,10 @@ def finish_rows(report, items, log):
     report.used.update(name for name, _ in items.values())
     report.twice = [number for number in report.twice if number in items]
     if not items:
-        raise UserError(f"{str(report).removeprefix('data: ')}; must hold one usable row at least")
+        raise UserError(
+            f"{str(report).removeprefix('data: ')}; must hold one usable row at least ('Your rows' in "
+            f"docs/sft.md lists the forms); fields of the first row: {report.fields!r:.300}"
+        )
     log(report)
     return [item for _, item in items.values()]
 
@@ -1744,7 +1752,8 @@ MEDIA = "image images image_url audio audios video videos".split()
 LOSSES = (
     "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
     "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
-    "system system_prompt history context documents chat_template_kwargs"
+    "system system_prompt history context documents chat_template_kwargs choices options passage "
+    "starter_code"
 ).split()
 CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
 # Names of the field that asks, in this order.
@@ -2000,10 +2009,8 @@ def history_turns(row, notes):
         if isinstance(item, list) and len(item) == 2:
             messages.append({"role": "user", "content": item[0]})
             messages.append({"role": "assistant", "content": item[1]})
-        elif isinstance(item, dict):
-            messages.append(item)
         else:
-            raise RowError("field 'history' is no list of pairs or messages")
+            messages.append(item)
     return listed_turns({"history": messages}, "history", notes)
 
 
@@ -2023,6 +2030,8 @@ def question_turns(row, notes):
     if is_part and not isinstance(row[question], list | dict):
         used += [name for name in ("input", "context") if row.get(name) and name != question]
     turns = field_turns(row, "<|user|>", notes, *used)
+    if str(row[question]).rstrip().endswith("Assistant:"):  # as of HH-RLHF's questions
+        notes.add(("already has roles, should be messages", question))
     return [*history_turns(row, notes), *turns], [*used, "history"]
 
 
@@ -2207,7 +2216,9 @@ def completion(tokenizer, prompt, ids):
 REFERENCES = ("answer", "solution", "ground_truth", "reference_answer")
 KEYS = (*REFERENCES, "completion", "response", "output", "continuation")
 # Columns that may be meant for the prompt; others are for the reward functions alone.
-PROMPT_PARTS = ("input", "context", "documents", "chat_template_kwargs")
+PROMPT_PARTS = (
+    "input context documents chat_template_kwargs choices options passage starter_code".split()
+)
 
 
 def problem_of(row, notes):
@@ -2219,6 +2230,8 @@ def problem_of(row, notes):
     RowError.
     """
     given = given_fields(row)
+    if isinstance(given.get("reward_model"), dict):  # of verl: it has `ground_truth`
+        given = {**given["reward_model"], **given}
     is_wrong = False in kto_flags(given).values()
     key = next((name for name in KEYS if name in given), None)
     answer = key and answer_of(given, key, notes)

@@ -1481,6 +1481,7 @@ class RowReport:
     left_out: dict = field(default_factory=dict)  # fault -> numbers of the rows that have it
     notes: dict = field(default_factory=dict)  # what is not used of these: kind -> name -> rows
     twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
+    fields: str = ""  # names of the first row's
 
     def leave_out(self, number, fault):
         """Take note of a row that is not used."""
@@ -1624,13 +1625,16 @@ def file_rows(path):
     the rows of .parquet. .gz and .zst are unpacked. Raises UserError.
     """
     if not Path(path).exists():
-        raise UserError(f"{path}: no such file; data/tasks.py writes files of small tasks")
+        raise UserError(
+            f"{path}: no such file; data/tasks.py writes files of small tasks, and `hf download NAME "
+            "--repo-type dataset` gets those of the hub"
+        )
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
     if path.lower().endswith((".csv", ".tsv", ".xlsx", ".arrow")):
         raise UserError(
             f"{path}: must be .jsonl, .json or .parquet, perhaps packed as .gz or .zst; "
-            "pandas.read_csv(FILE).to_json(FILE, orient='records', lines=True) writes .jsonl"
+            "pandas.read_csv(FILE).to_json(FILE, orient='records', lines=True) makes .jsonl of .csv"
         )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
@@ -1661,6 +1665,7 @@ def parse_rows(path, rows, parse):
                 row = parse_line(row)
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
+            report.fields = report.fields or ", ".join(row)
             items[number] = parse(row, notes)
         except UserError as error:  # a chat template refuses some conversations
             report.leave_out(number, str(error))
@@ -1682,7 +1687,10 @@ def finish_rows(report, items, log):
     report.used.update(name for name, _ in items.values())
     report.twice = [number for number in report.twice if number in items]
     if not items:
-        raise UserError(f"{str(report).removeprefix('data: ')}; must hold one usable row at least")
+        raise UserError(
+            f"{str(report).removeprefix('data: ')}; must hold one usable row at least ('Your rows' in "
+            f"docs/sft.md lists the forms); fields of the first row: {report.fields!r:.300}"
+        )
     log(report)
     return [item for _, item in items.values()]
 
@@ -1706,7 +1714,8 @@ MEDIA = "image images image_url audio audios video videos".split()
 LOSSES = (
     "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
     "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
-    "system system_prompt history context documents chat_template_kwargs"
+    "system system_prompt history context documents chat_template_kwargs choices options passage "
+    "starter_code"
 ).split()
 CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
 # Names of the field that asks, in this order.
@@ -1962,10 +1971,8 @@ def history_turns(row, notes):
         if isinstance(item, list) and len(item) == 2:
             messages.append({"role": "user", "content": item[0]})
             messages.append({"role": "assistant", "content": item[1]})
-        elif isinstance(item, dict):
-            messages.append(item)
         else:
-            raise RowError("field 'history' is no list of pairs or messages")
+            messages.append(item)
     return listed_turns({"history": messages}, "history", notes)
 
 
@@ -1985,6 +1992,8 @@ def question_turns(row, notes):
     if is_part and not isinstance(row[question], list | dict):
         used += [name for name in ("input", "context") if row.get(name) and name != question]
     turns = field_turns(row, "<|user|>", notes, *used)
+    if str(row[question]).rstrip().endswith("Assistant:"):  # as of HH-RLHF's questions
+        notes.add(("already has roles, should be messages", question))
     return [*history_turns(row, notes), *turns], [*used, "history"]
 
 
@@ -2272,7 +2281,12 @@ def row_turns(row, notes):
         name = CONVERSATIONS[listed[0]]
         turns = listed_turns(row, listed[0], notes)
         used = listed[:1]
+        if answer and turns and turns[-1][0] == "<|user|>":  # whose answer is in another field
+            turns += field_turns(row, "<|assistant|>", notes, answer)
+            used.append(answer)
     elif is_text:
+        if "role" in row:
+            raise RowError("one message of a conversation, which must be a row of 'messages'")
         name = "text"
         turns = [("", text_of(row, "text"))]
         used = ["text"]
@@ -2280,7 +2294,10 @@ def row_turns(row, notes):
         raise RowError("chosen and rejected, which train_dpo.py reads")
     elif has_question:
         name = "Alpaca" if "instruction" in row else "prompt/completion"
-        turns, used = question_turns(row, notes)
+        question = row
+        if "instruction" in row and str(row.get(answer, row)) in str(row.get("prompt", "")):
+            question = {**row, "prompt": ""}  # it is the text of the whole row
+        turns, used = question_turns(question, notes)
         if not row.get("history"):  # whose answers are learned, as in LLaMA-Factory
             turns = [as_context(turn) for turn in turns]
         if answer is None:

@@ -167,6 +167,29 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
         f"s{ASKED}|uu\n\n{ANSWERED}|a{ANSWERED}",
         "",
     ),
+    # A question in messages whose answer is in another field (dolphin-r1); a prompt with the whole
+    # text (python_code_instructions_18k_alpaca); choices (MMLU); roles in a prompt (full-hh-rlhf).
+    (
+        json.dumps({"messages": [said("u", "user"), said("a"), said("v", "user")], "answer": "b"}),
+        "uu|aa|uv|ab",
+        "",
+    ),
+    (
+        r'{"prompt": "### u\n### x\n### a", "instruction": "u", "input": "x", "output": "a"}',
+        "uu\n\nx|aa",
+        "columns not read: prompt",
+    ),
+    (
+        '{"prompt": "p", "instruction": "u", "output": "a"}',
+        "up|aa",
+        "columns not read: instruction",
+    ),
+    ('{"question": "u", "choices": ["x", "y"], "answer": 1}', "uu|a1", "not used: choices"),
+    (
+        r'{"prompt": "\n\nHuman: u\n\nAssistant: ", "response": "a"}',
+        "u\n\nHuman: u\n\nAssistant: |aa",
+        "already has roles, should be messages: prompt",
+    ),
     # Classes.
     ('{"question": "u", "answer": "a", "label": "false"}', "uu|aa", "not used: label"),
     ('{"text": "u", "label": false}', "u", "not used: label"),
@@ -314,6 +337,13 @@ def test_a_history_stands_before_whole_conversations_once(turns, before):
     _, (asked, *answers) = D.row_pair(row, notes)
     assert written(asked) == before and notes == set()
     assert [text for _, text, *_ in answers] == ["c", "r"]
+
+
+def test_a_prompt_that_is_taken_from_the_answers_is_named():
+    """It may be a chance: here the question is in another column."""
+    row = {"user": "u", "chosen": "It is 4.", "rejected": "It is 5."}
+    name, (asked, *_) = D.row_pair(row, set())
+    assert (name, asked) == ("chosen/rejected that begin with their prompt", [(USER, "It is")])
 
 
 def test_answers_of_pairs_may_be_json():
@@ -580,6 +610,12 @@ BAD_TURNS = {  # what the log calls it; lines of a file
     ],
     "field 'prompt' is no text": [b'{"prompt": {}, "completion": "x"}'],
     "no known format, fields 'a, b'": [b'{"b": 1, "a": 2}'],
+    "one message of a conversation, which must be a row of 'messages'": [
+        b'{"message_id": "1", "parent_id": null, "text": "x", "role": "prompter"}'
+    ],
+    "field 'history' is no list of objects": [
+        b'{"prompt": "x", "completion": "y", "history": ["a"]}'
+    ],
     "invalid UTF-8": [b'{"text": "caf\xe9"}', b"\xff\xfe"],
     "no Unicode: half a surrogate pair, or bytes that are no UTF-8": [b'{"text": "x \\ud83d y"}'],
     "no JSON object": [b'["text"]', b"3", b"null"],
@@ -639,6 +675,13 @@ def test_each_malformed_kind_is_counted_named_and_survived(module, parse, bad, g
     path.write_bytes(lines[-1])  # alone
     message = f"^{path}: 1 rows, used none; left out {fault}: 1 "
     refusal(module.UserError, message, module.read_rows, str(path), parse, print)
+
+
+def test_a_file_without_usable_rows_is_refused_by_its_fields(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"kind": "NLI", "target": "a"}\n{"other": 1}\n')
+    message = "'Your rows' .* fields of the first row: 'kind, target'$"
+    refusal(F.UserError, message, F.read_rows, str(path), F.row_turns, print)
 
 
 def test_files_of_every_kind_give_the_same_rows(tmp_path):

@@ -336,6 +336,8 @@ READ = [  # a row, its prompt and its answer
         USER,
         "a",
     ),
+    ({"prompt": USER, "reward_model": {"ground_truth": "34", "style": "rule"}}, USER, "34"),  # verl
+    ({"prompt": "q", "reward_model": "m"}, "q", None),
     (
         {"prompt": "q", "history": [["x", "y"]]},
         [turn("user", "x"), turn("assistant", "y"), *USER],
@@ -363,7 +365,9 @@ def test_what_may_be_meant_for_a_prompt_is_named():
     notes = set()
     G.problem_of({"prompt": "q", "input": "x", "context": "", "documents": ["d"], "n": 1}, notes)
     G.problem_of({"question": "q", "context": "c"}, notes)
-    assert notes == {("not in the prompt", "input"), ("not in the prompt", "documents")}
+    G.problem_of({"question": "q", "choices": ["a", "b"], "answer": 1}, notes)  # MMLU
+    G.problem_of({"question": "q", "starter_code": "", "options": []}, notes)
+    assert notes == {("not in the prompt", name) for name in ("input", "documents", "choices")}
 
 
 def test_an_answer_that_is_labelled_wrong_is_named():
