@@ -2281,7 +2281,8 @@ def row_turns(row, notes):
         name = CONVERSATIONS[listed[0]]
         turns = listed_turns(row, listed[0], notes)
         used = listed[:1]
-        if answer and turns and turns[-1][0] == "<|user|>":  # whose answer is in another field
+        is_asked = turns and turns[-1][0] == "<|user|>"
+        if is_asked and answer and not is_blank(row[answer]):  # the answer is in another field
             turns += field_turns(row, "<|assistant|>", notes, answer)
             used.append(answer)
     elif is_text:

@@ -175,6 +175,12 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
         "",
     ),
     (
+        json.dumps({"messages": [said("a"), said("v", "user")], "answer": " ", "text": None}),
+        "aa|uv",
+        "columns not read: answer 1; not learned: no turn before the first answer 1, turns after the "
+        "last answer",
+    ),
+    (
         r'{"prompt": "### u\n### x\n### a", "instruction": "u", "input": "x", "output": "a"}',
         "uu\n\nx|aa",
         "columns not read: prompt",
