@@ -1720,7 +1720,7 @@ LOSSES = (
 CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
 # Names of the field that asks, in this order.
 QUESTIONS = ("prompt", "question", "problem", "instruction", "query", *CONVERSATIONS)
-QUESTIONS += ("input", "context")
+QUESTIONS += ("input", "context", "inputs")
 
 
 def checked_text(text):
@@ -2246,6 +2246,7 @@ def read_rows(path, parse, log):
 # === end: chat ===
 # === shared: conversations ===
 ANSWERS = ("completion", "response", "output", "solution", "answer", "continuation")
+ANSWERS += ("target", "targets")
 
 
 def as_context(turn):
