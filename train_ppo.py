@@ -1726,7 +1726,7 @@ LOSSES = (
 CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
 # Names of the field that asks, in this order.
 QUESTIONS = ("prompt", "question", "problem", "instruction", "query", *CONVERSATIONS)
-QUESTIONS += ("input", "context")
+QUESTIONS += ("input", "context", "inputs")
 
 
 def checked_text(text):
