@@ -2325,7 +2325,8 @@ def answer_ids(tokenizer, before, answer):
 
 # === end: preferences ===
 # === shared: questions ===
-REFERENCES = ("answer", "solution", "ground_truth", "reference_answer")
+REFERENCES = ("answer", "expected_answer", "final_answer", "solution", "ground_truth")
+REFERENCES += ("reference_answer",)
 KEYS = (*REFERENCES, "completion", "response", "output", "continuation")
 # Columns that may be meant for the prompt; others are for the reward functions alone.
 PROMPT_PARTS = (

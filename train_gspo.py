@@ -2195,7 +2195,8 @@ def completion(tokenizer, prompt, ids):
 
 # === end: text ===
 # === shared: questions ===
-REFERENCES = ("answer", "solution", "ground_truth", "reference_answer")
+REFERENCES = ("answer", "expected_answer", "final_answer", "solution", "ground_truth")
+REFERENCES += ("reference_answer",)
 KEYS = (*REFERENCES, "completion", "response", "output", "continuation")
 # Columns that may be meant for the prompt; others are for the reward functions alone.
 PROMPT_PARTS = (
