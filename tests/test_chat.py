@@ -191,6 +191,8 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
         "columns not read: instruction",
     ),
     ('{"question": "u", "choices": ["x", "y"], "answer": 1}', "uu|a1", "not used: choices"),
+    ('{"kind": "NLI", "input": "u", "target": "a"}', "uu|aa", "columns not read: kind"),
+    ('{"inputs": "u", "targets": "a"}', "uu|aa", ""),
     (
         r'{"prompt": "\n\nHuman: u\n\nAssistant: ", "response": "a"}',
         "u\n\nHuman: u\n\nAssistant: |aa",

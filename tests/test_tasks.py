@@ -338,6 +338,7 @@ READ = [  # a row, its prompt and its answer
     ),
     ({"prompt": USER, "reward_model": {"ground_truth": "34", "style": "rule"}}, USER, "34"),  # verl
     ({"prompt": "q", "reward_model": "m"}, "q", None),
+    ({"problem": "q", "solution": "x = 2", "expected_answer": "2"}, "q", "2"),
     (
         {"prompt": "q", "history": [["x", "y"]]},
         [turn("user", "x"), turn("assistant", "y"), *USER],
