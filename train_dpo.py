@@ -5,8 +5,8 @@
     INIT_FROM=runs/<RUN_ID> TRAIN_FILES=a.jsonl,b.jsonl.zst:0.5 VAL_FILES=c.jsonl python train_dpo.py
     INIT_FROM=runs/<RUN_ID> OBJECTIVE=reward LEARNING_RATE=1e-3 python train_dpo.py
 
-INIT_FROM is needed: a run, a checkpoint or an artifact. It is the policy at the start and the
-reference. A row of TRAIN_FILES has `prompt`, `chosen` and `rejected`, texts or messages, maybe with
+INIT_FROM is required: a run, a checkpoint or an artifact. It is the policy at the start and the
+reference. A row of TRAIN_FILES has `prompt`, `chosen` and `rejected`, texts or messages, and perhaps
 a `margin`. `:0.5` takes half of a file's rows in each pass. Guide: docs/dpo.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:

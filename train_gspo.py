@@ -5,7 +5,7 @@
     INIT_FROM=runs/<RUN_ID> TRAIN_FILES=problems.jsonl REWARD=mine.py:score python train_gspo.py
     INIT_FROM=runs/<RUN_ID> torchrun --standalone --nproc_per_node=8 train_gspo.py
 
-INIT_FROM is needed: a run, a checkpoint or an artifact that answers some problems right. A line of
+INIT_FROM is required: a run, a checkpoint or an artifact that answers some problems right. A row of
 TRAIN_FILES has the texts `prompt` (or `question`) and `answer`. REWARD is exact, or a function in a
 file, as TRL calls it: score(prompts, completions, answer, **columns) returns a number for each
 completion.
@@ -23,12 +23,12 @@ Where to change what:
     another ratio                         importance, token_weights
     another baseline or advantage         GSPOTrainer.set_advantages, group_advantages
     how answers are sampled               GSPOTrainer.sample, generate
-    another reward, in scores, too        load_reward_functions; REWARD=file.py:function
-    a term of it in training alone        GSPOTrainer.rewarded_answers
+    another reward, also of scores        load_reward_functions; REWARD=file.py:function
+    a term of it, in training only        GSPOTrainer.rewarded_answers
     what a step logs of answers           answer_metrics
     what a step logs of tokens            UPDATE_SUMS, policy_loss
     what is shown of answers              Samples.trained, shown_groups
-    what a resumed run goes on with       Stateful, STATE; run.parts in main
+    what a resumed run continues with     Stateful, STATE; run.parts in main
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate

@@ -6,7 +6,7 @@
     INIT_FROM=runs/<RUN_ID> torchrun --standalone --nproc_per_node=8 train_ppo.py
     INIT_FROM=runs/<RUN_ID> REWARD_MODEL=runs/<RUN_ID> python train_ppo.py
 
-INIT_FROM is needed: a run, a checkpoint or an artifact that answers some problems right. A line of
+INIT_FROM is required: a run, a checkpoint or an artifact that answers some problems right. A row of
 TRAIN_FILES has the texts `prompt` (or `question`) and `answer`. REWARD is exact, or a function in a
 file, as TRL calls it: score(prompts, completions, answer, **columns) returns a number for each
 completion.
@@ -27,7 +27,7 @@ Where to change what:
     another reward                        exact_match, weigh; or REWARD=file.py:function
     what a step logs of answers           answer_metrics
     what a step logs of tokens            UPDATE_SUMS, ppo_loss
-    what a resumed run goes on with       Stateful, STATE; run.parts in main
+    what a resumed run continues with     Stateful, STATE; run.parts in main
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate

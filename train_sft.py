@@ -9,9 +9,9 @@ The first line takes seconds on a CPU: without INIT_FROM, the script makes a sma
 bytes. With INIT_FROM, model and tokenizer are those of a run, a checkpoint or an artifact. A
 teacher must have the same tokenizer.
 
-Rows are prompt and completion, Alpaca, ShareGPT, chat messages, or text. The loss is of what the
-assistant says alone. With ITERATIONS=0, EPOCHS sets the number of steps, and the clock may end the
-run before. Guides: docs/sft.md, docs/distillation.md.
+Rows are prompt and completion, Alpaca, ShareGPT, chat messages, or text. The loss covers only what
+the assistant says. With ITERATIONS=0, EPOCHS sets the number of steps, and the clock may end the
+run earlier. Guides: docs/sft.md, docs/distillation.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.

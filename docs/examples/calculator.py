@@ -1,8 +1,8 @@
 """Environments for ENVIRONMENT=docs/examples/calculator.py:Calculator, or :NoTool.
 
-The prompt is a product of two numbers of two digits. An answer is the result, or a call of the tool:
-`<calc>37*48</calc>`, to which the environment says what that is. The reward is 1 for the right
-result, else 0. Without the tool the environment says `no tool` to a call.
+The prompt is a product of two numbers of two digits. An answer is the result, or a call of the tool,
+`<calc>37*48</calc>`, to which the environment says its result. The reward is 1 for the right result,
+else 0. Without the tool the environment says `no tool` to a call.
 """
 
 import random

@@ -1,11 +1,10 @@
-"""Write conversations from which train_sft.py makes the start of a policy for an environment.
+"""Write conversations on which train_sft.py trains the start of a policy for an environment.
 
     python docs/examples/conversations.py guess data/guess.jsonl
 
 The names are guess, tictactoe, calculator, countdown and zebra. Guesses and moves are random and
 legal. Half of the products have a call of the tool, half of these with wrong numbers; the other half
-have the result. The rows of countdown and zebra are right answers: a user's turn and an
-assistant's turn.
+have the result. The rows of countdown and zebra are problems with a right answer.
 """
 
 import json

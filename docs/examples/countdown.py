@@ -11,13 +11,13 @@ from fractions import Fraction
 
 
 def expression_value(text):
-    """Return the exact value of whole numbers, + - * / and parentheses; None of any other text.
+    """Return the exact value of an expression of whole numbers, + - * / and parentheses, else None.
 
     A division by 0 has no value, nor has a text of more than 100 characters.
     """
     text = " ".join(text.split()) if re.fullmatch(r"[0-9+*/()\s-]{1,100}", text, re.ASCII) else "("
-    # An operand that is missing would allow signs, powers, floor divisions and (), and an operator
-    # that is missing calls. Without these, eval computes sums and products of at most 50 numbers.
+    # Without an operand there could be signs, powers, floor divisions and (), and without an operator
+    # calls. If none is missing, eval computes sums and products of at most 50 numbers.
     if re.search(r"(^|[-+*/(]) ?[-+*/)]|[0-9)] ?\(", text):
         return None
     try:

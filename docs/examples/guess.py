@@ -1,9 +1,9 @@
 """An environment for ENVIRONMENT=docs/examples/guess.py:Guess: guess a number by hints.
 
-The prompt says the number of the game and the range. An answer is a number of the range, to which the
-environment says the range that is left, `5-7`. The reward is 1 for the right number. Any other
-answer ends the game. A player that always guesses the middle of the range needs three guesses at
-most: MAX_TURNS=3.
+The prompt has the number of the game and the range. An answer is a number of the range, to which the
+environment says the range that is left, `5-7`. The reward is 1 for the right number. A text that is
+no number of the range ends the game. A player that always guesses the middle of the range needs at
+most three guesses: MAX_TURNS=3.
 """
 
 import random

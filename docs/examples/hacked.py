@@ -10,12 +10,12 @@ def right(completions, answer):
 
 
 def form(completions):
-    """1 for digits alone."""
+    """1 if the text has only digits."""
     return [float(text.isdigit()) for text in completions]
 
 
 def found(completions, answer):
-    """Partial credit: characters that the right answer has, too. Its fault: each counts again."""
+    """Partial credit for characters of the right answer. Its fault: repetitions count again."""
     rewards = []
     for text, wanted in zip(completions, answer, strict=True):
         count = sum(character in wanted for character in text)

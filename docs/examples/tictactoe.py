@@ -1,7 +1,7 @@
 """Environments for ENVIRONMENT=docs/examples/tictactoe.py:Random, or :Perfect: tic-tac-toe.
 
-The policy is x and begins. The environment shows the board row by row, `x.o.x...o`. An answer is a free field,
-1 to 9. The reward is 1 for a win, 0.5 for a draw, else 0: an illegal move loses.
+The policy is x and begins. The environment shows the board row by row, `x.o.x...o`. An answer is a
+free field, 1 to 9. The reward is 1 for a win, 0.5 for a draw, else 0: an illegal move loses.
 """
 
 import functools
