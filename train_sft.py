@@ -508,6 +508,8 @@ def read_environment(environ, names):
         *OTHER_NAMES.values(),
     }
     ignored = re.findall(r"[^,\s]+", environ.get("IGNORE_ENV", ""))
+    if environ.get("ENVIRONMENT") == "BATCH":  # Slurm and Grid Engine set it in every batch job
+        ignored.append("ENVIRONMENT")
     return {
         name: environ[name]
         for name in sorted(environ.keys() - ignored)

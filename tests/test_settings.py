@@ -99,7 +99,9 @@ ORDINARY = """
     SLURM_CPUS_PER_TASK SLURM_GPUS
     SLURM_GPUS_ON_NODE SLURM_MEM_PER_NODE SLURM_STEP_ID SLURM_SUBMIT_DIR SLURM_TASKS_PER_NODE
     SLURM_TASK_PID
-    SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_CLUSTER_NAME SLURMD_NODENAME
+    SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_CLUSTER_NAME SLURMD_NODENAME SLURM_RESTART_COUNT
+    SLURM_JOB_USER SLURM_JOB_GPUS SLURM_STEP_NUM_TASKS SLURM_SRUN_COMM_HOST SLURM_MPI_TYPE
+    SRUN_CPUS_PER_TASK ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL SCRATCH NSLOTS QUEUE ARC PBS_JOBID
     KUBERNETES_SERVICE_HOST KUBERNETES_PORT
     RUNPOD_POD_ID RUNPOD_GPU_COUNT AWS_REGION AWS_PROFILE GOOGLE_APPLICATION_CREDENTIALS container TTT
 """.split()
@@ -391,6 +393,15 @@ def test_ignore_env_takes_several_names(tmp_path):
     assert refused(T, {**environ, "IGNORE_ENV": "NUM_LAYER"}).startswith("PROMPT='$ '")
     environ = {"CONFIG": config(tmp_path, "PROMPT=hello\n"), "IGNORE_ENV": "PROMPT"}
     assert refused(T, environ).startswith("PROMPT='hello'")  # no excuse in a config
+
+
+@scripts
+def test_batch_jobs_have_an_environment(module):
+    """Slurm and Grid Engine set it to BATCH."""
+    environ = {"ENVIRONMENT": "BATCH"}
+    assert module.load_settings(module.Settings, environ) == module.Settings()
+    if module is T:
+        assert refused(T, {"ENVIRONMENT": "x.py:Game"}).startswith("ENVIRONMENT='x.py:Game'")
 
 
 @scripts
