@@ -627,6 +627,9 @@ def render_templates():
     import jinja2.ext
     import jinja2.sandbox
 
+    # Slurm sends SIGTERM to every process of a job. The run finishes its step, and then closes stdin.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def refuse(message):
         raise jinja2.TemplateError(message)
 

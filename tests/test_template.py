@@ -5,6 +5,7 @@ and memory.
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -103,9 +104,12 @@ def test_a_template_that_never_ends_is_ended(endless, monkeypatch):
 
 
 def test_the_ctrl_c_of_a_terminal_does_not_end_the_process():
-    """It goes to the process group of the run, which finishes its step."""
+    """It goes to the process group of the run, which finishes its step. SIGTERM of Slurm goes to all."""
     text_of("{{ 1 }}")
-    assert os.getpgid(S.template_process().process.pid) != os.getpgid(0)
+    pid = S.template_process().process.pid
+    assert os.getpgid(pid) != os.getpgid(0)
+    os.kill(pid, signal.SIGTERM)
+    assert text_of("{{ 2 }}") == "2" and S.template_process().process.pid == pid
 
 
 def test_limits_of_the_system_may_be_there():
