@@ -6750,7 +6750,9 @@ def reference_scores(trainer, parts, numbers, run):
     if run.runtime.rank == 0:
         path.parent.mkdir(exist_ok=True)
         content = scores.numpy().tobytes()
-        replace_file(path, hashlib.sha256(digest.digest() + content).digest() + content)
+        part = path.with_name(f"{path.name}_{run.folder.name}")  # runs of a sweep end here together
+        replace_file(part, hashlib.sha256(digest.digest() + content).digest() + content)
+        part.replace(path)
     run.log(f"reference: log-probabilities made and stored in {path}")
     return scores
 

@@ -282,11 +282,11 @@ def test_wrong_settings_are_refused(changes, said):
 
 
 # ------------------------------------------------------------------------------------------------ the reference's cache
-def reference_of(network, pairs, folder, data="data", first=0, **changes):
+def reference_of(network, pairs, folder, data="data", first=0, name="run", **changes):
     """Return the reference's scores, and what the log says of them. first: the first pair's number."""
     said = []
     identity = {"data_sha256": data, "tokenizer_sha256": BYTES.sha256}
-    run = SimpleNamespace(runtime=ALONE, folder=folder / "run", log=said.append, identity=identity)
+    run = SimpleNamespace(runtime=ALONE, folder=folder / name, log=said.append, identity=identity)
     trainer = D.DPOTrainer(network, settings(**changes), ALONE)
     numbers = [*range(first, first + len(pairs))]
     return D.reference_scores(trainer, [pairs], numbers, run), "; ".join(said)
@@ -317,6 +317,21 @@ def test_the_cache_is_read_for_the_same_weights_and_data_alone(tmp_path, monkeyp
         path.write_bytes(wrong)
         found, said = reference_of(network_of(), pairs, tmp_path)
         assert "made anew" in said and torch.equal(found, made) and path.read_bytes() == content
+
+
+def test_runs_of_a_sweep_store_the_reference_at_once(tmp_path, monkeypatch):
+    """The second begins and ends while the first writes its file."""
+    pairs = pairs_of(4, 3)
+
+    def second(number):
+        monkeypatch.undo()
+        reference_of(network_of(), pairs, tmp_path, name="second")
+
+    monkeypatch.setattr(D.os, "fsync", second)
+    made, _ = reference_of(network_of(), pairs, tmp_path, name="first")
+    read, said = reference_of(network_of(), pairs, tmp_path)
+    assert " read from " in said and torch.equal(read, made)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".scores"]
 
 
 # ----------------------------------------------------------------------------- whole runs, tiny
