@@ -193,7 +193,7 @@ train() {
     $RUN data/prepare.py --token-bytes "$path" || exit $?  # an older version did not write it
   fi
   [ -z "$data" ] || prepare_data "$data" "$path" "$gpus"
-  [ -n "$(setting RESUME)" ] || export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)}"
+  [ -n "$(setting RESUME)" ] || export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)_$$}"
   check_compiler
   if [ "$gpus" = 0 ]; then
     say "Training: one CPU process with $CONFIG -> $(run_folder)"

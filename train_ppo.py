@@ -4730,7 +4730,7 @@ def read_record(setting, path):
     """
     try:
         record = json.loads(path.read_bytes())
-        check_json(record, {"settings": {}}, "it")
+        check_json(record, {"settings": {}, "events?": [{}]}, "it")
     except (OSError, ValueError, RecursionError, UserError) as error:
         raise UserError(f"{setting}: {path} cannot be read: {error}") from None
     different = record["settings"].keys() ^ Settings.__dataclass_fields__.keys()
@@ -4877,6 +4877,7 @@ class LineFile:
                 self.file.truncate(end)  # a full disk has taken a part of the line
                 raise
         except OSError as error:
+            self.file = None  # it may be stale on a network: the next line opens it anew
             write_stream(sys.stderr, f"{self.path.name}: {error}\n")
 
 
@@ -5058,7 +5059,7 @@ class Run(Stateful):
         self.log = Log(settings.iterations)
         self.parts = {"run": self, "plan": self.plan, "clock": self.clock}
         self.events = []
-        self.changed = {}  # settings that are others than before RESUME
+        self.changed = {}  # settings that are others than before RESUME, and the script if it is
         self.step = 0
         self.loss = math.nan  # of the last step that was logged
         self.skipped_steps = 0
@@ -5068,6 +5069,7 @@ class Run(Stateful):
         self.ended = ""
         # Read now, because the script and the commit may change while the run trains.
         self.source = Path(__file__).read_bytes()
+        self.code_sha256 = hashlib.sha256(self.source).hexdigest()
         self.machine = describe_machine(self.runtime)
         self.code_bytes = count_code(settings, self.source)
 
@@ -5084,6 +5086,8 @@ class Run(Stateful):
             meta = json.loads((checkpoint / "meta.json").read_bytes())
             check_identity(self.identity, meta["identity"])  # on all ranks
             self.changed = changed_settings(self.settings, meta["settings"])
+            if meta.get("code_sha256", self.code_sha256) != self.code_sha256:
+                self.changed["code_sha256"] = self.code_sha256  # the script is another one
         if self.runtime.rank == 0:
             # A new run wants an empty folder right in OUT_DIR; an empty RUN_ID stands for the date.
             run_id = self.settings.run_id
@@ -5094,6 +5098,8 @@ class Run(Stateful):
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
             tracker = make_tracker(self.settings, self.folder, checkpoint)
+            if checkpoint is None:  # of two jobs that begin one RUN_ID at once, one fails here
+                (self.folder / "log.txt").touch(exist_ok=False)
             self.log.open(self.folder, self.source, tracker)
             write_header(self)
             for line in damaged:
@@ -5130,6 +5136,7 @@ class Run(Stateful):
         """Return what a checkpoint says about itself."""
         return {
             "step": self.step,
+            "code_sha256": self.code_sha256,
             "settings": asdict(self.settings),
             "identity": self.identity,
             "shape": self.shape,
@@ -5418,7 +5425,7 @@ def write_result(run, values, content):
         "script": Path(__file__).name,
         "run_id": run.folder.name,
         "seed": run.settings.seed,
-        "code_sha256": hashlib.sha256(run.source).hexdigest(),
+        "code_sha256": run.code_sha256,
         **describe_machine(run.runtime),
         "commit": run.machine["commit"],
         "world_size": run.runtime.world_size,

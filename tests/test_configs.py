@@ -225,6 +225,12 @@ def test_run_sh_finds_out_which_data_to_make(tmp_path):
         assert with_config(code, case, tmp_path) == f"{made}\n", case
 
 
+def test_run_sh_names_two_runs_of_a_second_apart():
+    code = run_sh(SETTING, r'^  \[ -n "\$\(setting RESUME\)" \] [^\n]*\n') + 'echo "$RUN_ID"'
+    names = [bash(f"date() {{ echo now; }}\nCONFIG_LINES=\n{code}") for _ in range(2)]
+    assert names[0] != names[1] and all(name.startswith("run_now_") for name in names)
+
+
 @pytest.mark.parametrize("link", [False, True])
 def test_run_sh_leaves_an_environment_of_others_as_it_is(tmp_path, link):
     """Before 2026-11-27 it emptied any .venv, also behind a link."""

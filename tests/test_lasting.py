@@ -554,10 +554,15 @@ def test_resume_takes_the_stored_settings_and_lists_those_changed(place, straigh
     again.
     """
     folder = copied(place, stopped, "changed")
+    meta = read_json(folder / "step_000006" / "meta.json")
+    digest = T.sha256_file(T.__file__)
+    assert meta["code_sha256"] == digest
+    write_json(folder / "step_000006" / "meta.json", {**meta, "code_sha256": "of another script"})
+    repair(folder / "step_000006")
     changed = {"matrix_lr": 0.01, "save_every": 3}
     given = {**place.unset, "RUN_ID": None, "OUT_DIR": None, "RESUME": folder}
     place.run("elsewhere", **{**given, "MATRIX_LR": 0.01, "SAVE_EVERY": 3})
-    assert events(place, "changed", "changed") == [changed]
+    assert events(place, "changed", "changed") == [{**changed, "code_sha256": digest}]
     paths = {"resume": str(folder), "out_dir": str(folder.parent)}  # where it is, not where it was
     expected = {**place.result(straight)["settings"], **changed, **paths}
     assert place.result("changed")["settings"] == expected
@@ -597,6 +602,17 @@ def test_a_result_is_of_the_script_that_ran(place, tmp_path):
     assert result["code_sha256"] == digest and result["code_bytes"] == size
     assert (run.folder / "log.txt").read_bytes()[:size] == Path(T.__file__).read_bytes()
     T.ERROR_LOGS.clear()
+
+
+def test_of_two_jobs_that_begin_a_run_at_once_one_ends(tmp_path, monkeypatch):
+    """The other one makes its log after this one has seen an empty folder."""
+    log = tmp_path / "x" / "log.txt"
+    settings = T.Settings(iterations=1, run_id="x", out_dir=str(tmp_path))
+    run = T.Run(settings, T.Runtime(0, 1, torch.device("cpu"), False), None, None, {}, {})
+    monkeypatch.setattr(T, "make_tracker", lambda *_: log.write_text("of the other"))
+    with pytest.raises(FileExistsError):
+        run.open()
+    assert log.read_text() == "of the other"
 
 
 def test_a_run_of_another_version_needs_its_script(tmp_path):
@@ -845,7 +861,7 @@ def test_a_line_that_a_full_disk_cuts_leaves_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize("method", ["seek", "truncate"])
 def test_a_fault_of_a_disk_is_a_warning(tmp_path, capsys, method):
-    """Whatever call it comes from; the next line may be written."""
+    """Whatever call it comes from; the next line opens the file anew, which may have been lost."""
 
     def fail(*arguments):
         raise OSError(5, "Input/output error")
@@ -856,7 +872,6 @@ def test_a_fault_of_a_disk_is_a_warning(tmp_path, capsys, method):
     log.file = SimpleNamespace(seek=file.seek, write=fail, truncate=file.truncate)
     setattr(log.file, method, fail)
     log.write("second")
-    log.file = file
     log.write("third")
     assert log.path.read_text() == "first\nthird\n"
     assert capsys.readouterr().err == "log: [Errno 5] Input/output error\n"
