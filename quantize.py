@@ -53,6 +53,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import struct
 import subprocess
@@ -507,6 +508,10 @@ class TokenStream:
     def __init__(self, paths, vocab_size):
         self.paths = paths
         self.vocab_size = vocab_size
+        # A mapped shard keeps its file open, and often a process may at first have 1,024 open ones.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not take
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.shards = [read_shard(path) for path in paths]
         self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
 

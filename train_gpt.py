@@ -1048,6 +1048,10 @@ class TokenStream:
     def __init__(self, paths, vocab_size):
         self.paths = paths
         self.vocab_size = vocab_size
+        # A mapped shard keeps its file open, and often a process may at first have 1,024 open ones.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not take
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.shards = [read_shard(path) for path in paths]
         self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
 
@@ -1287,7 +1291,8 @@ def open_data(settings, rank=0):
             f"one: data/prepare.py --tokenizer {folders[0]}/{tokenizer.file}"
         )
     pairs = list(map(check_dataset, folders, manifests))
-    if len(pairs) > 1 and rank == 0:
+    # A resumed run has the manifests of its first start, or check_identity refuses it.
+    if len(pairs) > 1 and rank == 0 and not settings.resume:
         check_mixture(pairs, tokenizer.bos_id)
     streams, val_streams = zip(*pairs, strict=True)
     val = validation_text(val_streams, manifests, tokenizer)

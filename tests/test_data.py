@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -348,6 +349,16 @@ def test_check_dataset(part):
     refuses(f"{path.name}: its SHA-256")
 
 
+def test_more_shards_than_files_that_may_be_open(tmp_path):
+    """At first: 100 mapped shards have 100 open files."""
+    part = make_part(tmp_path / "part", ["text"], ["other"])
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    stream = data.TokenStream([part / "x_train_000000.bin"] * 100, 300)
+    assert len(stream) == 100 * 5 and stream.read(499, 2).tolist() == tokens_of(part, "train")[::-4]
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+
+
 # -------------------------------------------------------------------------------- folders, mixtures
 def opened(path, **changes):
     changes = {"train_seq_len": 4, **changes}
@@ -527,7 +538,9 @@ def test_validation_of_one_part_in_the_training_of_another_is_refused(tmp_path, 
     # Rank 0 reads for all, and says so before there is a log.
     assert capsys.readouterr().err.count("DATA_PATH: reading all documents") == 2
     both = data.Settings(data_path=f"{a}:1,{b}:2", train_seq_len=4)
-    assert len(data.open_data(both, rank=1).streams) == 2 and not capsys.readouterr().err
+    assert len(data.open_data(both, rank=1).streams) == 2
+    assert len(opened(f"{a}:1,{b}:2", resume="x").streams) == 2  # its first start has read them
+    assert not capsys.readouterr().err
     assert len(opened(f"{a}:1,{c}:1").val.tokens) == sum(len(text) + 1 for text in val) + 6
     assert len(opened(b).val.tokens) == 5  # one part alone: its own manifest counts
 
