@@ -5770,13 +5770,11 @@ def imported_defaults(lora_rank, objective=""):
 
     Its weights are a good model already: high rates ruin it in a few steps. So do averages with
     weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
-    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md). Its texts are longer, too. To save it
-    takes longer than a hundred steps on a GPU.
+    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md). Its texts are longer, too.
     """
     rate, lora_rate = IMPORTED_RATES.get(objective, IMPORTED_RATES[""])
     return {
         "learning_rate": lora_rate if lora_rank else rate,
-        "save_every": 500,
         "qat": False,
         "ema": False,
         "swa": False,
@@ -6647,7 +6645,8 @@ def pair_summary(metrics):
 # Of an imported start, see imported_values: LEARNING_RATE of all weights, and of adapters. Those of a
 # policy are TRL's; a reward model begins with a head that knows nothing.
 IMPORTED_RATES = {"": (1e-6, 2e-5), "reward": (1e-5, 2e-4)}
-IMPORTED_DEFAULTS = {"train_seq_len": 1024}  # as in TRL
+# Windows are as in TRL. To save a large model takes longer than a hundred of these steps on a GPU.
+IMPORTED_DEFAULTS = {"train_seq_len": 1024, "save_every": 500}
 NOTE_SECONDS = 5.0  # between lines of a long score
 
 

@@ -6530,13 +6530,11 @@ def imported_defaults(lora_rank, objective=""):
 
     Its weights are a good model already: high rates ruin it in a few steps. So do averages with
     weights of long ago, in a run of few steps. Packing takes all the bytes that it needs: 8 bits
-    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md). Its texts are longer, too. To save it
-    takes longer than a hundred steps on a GPU.
+    lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md). Its texts are longer, too.
     """
     rate, lora_rate = IMPORTED_RATES.get(objective, IMPORTED_RATES[""])
     return {
         "learning_rate": lora_rate if lora_rank else rate,
-        "save_every": 500,
         "qat": False,
         "ema": False,
         "swa": False,

@@ -17,6 +17,7 @@ import torch
 
 import sample as P
 import train_dpo as D
+import train_grpo as R
 from conftest import (
     BYTES,
     POST,
@@ -461,7 +462,11 @@ def test_only_pairs_that_are_read_have_a_reference(place, straight):
 
 
 def test_defaults_of_an_imported_start():
-    """A reward model begins with a head of zeros, which moves at LEAST_HEAD_RATE at least."""
+    """A reward model begins with a head of zeros, which moves at LEAST_HEAD_RATE at least. Steps with
+    rewards take as long as dozens of others, so checkpoints are not as rare.
+    """
+    assert D.imported_defaults(0)["save_every"] == 500
+    assert "save_every" not in R.imported_defaults(0) and R.Settings.save_every == 100
     assert D.imported_defaults(0, "dpo")["learning_rate"] == 1e-6
     assert D.imported_defaults(16, "ipo")["learning_rate"] == 2e-5
     assert D.imported_defaults(0, "reward")["learning_rate"] == 1e-5
