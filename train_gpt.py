@@ -5152,6 +5152,21 @@ def score_artifact(path, scorer, data, run):
     return result
 
 
+def warn_of_small_limit(settings, weights, limit, log):
+    """Log a warning if an artifact of at most `limit` bytes cannot hold so many weights well.
+
+    A weight takes about MATRIX_BITS - 2 bits (docs/quantization.md). Up to twice the limit nothing is said.
+    """
+    size = weights * (settings.matrix_bits - 2) / 8
+    if size > 2 * limit:
+        log(
+            f"warning: ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}: {weights} weights take about "
+            f"{size:.0f} bytes. To fit, they are rounded much more coarsely from QAT on, or at the end, "
+            "which makes a worse model. ARTIFACT_BYTES_MAX=0 is no limit",
+            sys.stderr,
+        )
+
+
 def warn_of_large_controls(network, log):
     """Log a warning for each large weight whose name makes it a control, see tensor_class."""
     for name, param in network.named_parameters():
@@ -5331,6 +5346,7 @@ def main():
     )
     exporter = Exporter()
     limit = (settings.artifact_bytes_max or math.inf) - run.code_bytes
+    warn_of_small_limit(settings, counts["total"], limit, log)
     header = {
         "settings": asdict(config),
         "tokenizer_sha256": tokenizer.sha256,

@@ -98,6 +98,13 @@ def test_limits_that_are_met_at_once_or_never(trained):
     assert widen == 256.0 and data != bench.pack(1.0)  # the factor of an attempt that was not made
 
 
+def test_a_limit_far_below_the_weights_is_told_before_the_first_step():
+    lines = []
+    for weights in (60_000_000, 124_000_000):  # of 6 bits, at 16 MB
+        T.warn_of_small_limit(T.Settings(), weights, 15_700_000, lambda text, _: lines.append(text))
+    assert len(lines) == 1 and " 124000000 weights take about 62000000 bytes." in lines[0]
+
+
 # --------------------------------------------------------------------------------------- whole runs
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_data):
