@@ -1,5 +1,6 @@
 """SHARD=1: what ranks compute that hold shards of the weights, what they hold, and what they leave."""
 
+import os
 import re
 import shutil
 import signal
@@ -261,11 +262,39 @@ def test_pairs_of_four_ranks(pairs):
 
 
 # --------------------------------------------------------------------------------------- the guide
-def test_the_scripts_of_the_guide(tmp_path, monkeypatch):
-    """That of Slurm is bash; the batch of the command for two nodes fits 16 ranks."""
-    (script,) = blocks("scale.md", "sh")
-    (tmp_path / "job.sbatch").write_text(script)
-    assert subprocess.run(["bash", "-n", tmp_path / "job.sbatch"]).returncode == 0
+SLURM = {
+    "srun": 'echo "$RUN_ID/$RESUME $*"; mkdir -p runs/big/$MADE; echo "$SAID" >runs/big/log.txt\n'
+    'eval "${@: -1}"',
+    "scontrol": '[ $1 = show ] && echo node1 || echo "$*"',
+    "python": "echo $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $*",
+}
+
+
+def test_the_jobs_of_the_guide_begin_requeue_and_resume(tmp_path):
+    """By stand-ins for Slurm: requeued in set-up, then by an error, then a start without torchrun."""
+    job, ranks = blocks("scale.md", "sh")
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def output(script, **given):
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        facts = dict(PATH=path, SLURM_CPUS_PER_TASK="32", SLURM_JOB_ID="7", SLURM_PROCID="9")
+        facts |= dict(SLURM_LOCALID="1", SLURM_NTASKS="16", SLURM_NNODES="2", HOST="node1")
+        command = ["bash", "-c", script.replace("train_sft.py", ":")]
+        done = subprocess.run(command, cwd=tmp_path, env=facts | given, stdout=subprocess.PIPE)
+        return done.stdout.decode().splitlines()
+
+    first, requeued = output(job, MADE="", SAID="stopped by SIGTERM: nothing was saved")
+    assert first.startswith("big/ --cpus-per-task=32 torchrun --nnodes=2 ")
+    assert first.endswith(" --rdzv-id=7 --rdzv-endpoint=node1:29400 :") and requeued == "requeue 7"
+    (again,) = output(job, MADE="step_000000", SAID="error: x", SLURM_RESTART_COUNT="1")
+    assert again.startswith("big/ ") and (tmp_path / "runs/big.1/log.txt").exists()
+    assert output(job, SLURM_RESTART_COUNT="2")[0].startswith("/big ")
+    assert output(ranks)[1] == "9 1 16 node1 :"
+
+
+def test_the_command_of_the_guide_fits_two_nodes(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     text = (ROOT / "docs/scale.md").read_text()
     (given,) = re.findall(r"^RUN_ID=big (.*) torchrun ", text, re.M)
