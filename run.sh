@@ -21,7 +21,7 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 # Sets PYTHON to the first interpreter that is new enough and can build a .venv.
 find_python() {
   local candidate version too_old="" without_venv=""
-  for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     version="$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || continue
     if ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
       too_old="${too_old:-$candidate is $version}"

@@ -202,6 +202,15 @@ def test_run_sh_downloads_as_many_tokens_as_the_run_reads():
         assert with_config(code + "planned_shards $gpus", case) == shards
 
 
+def test_run_sh_takes_a_newer_python_than_that_of_the_system(tmp_path):
+    """As on macOS, where python3 is 3.9."""
+    code = run_sh(r"^find_python\(\) \{.*?^\}\n") + 'find_python; echo "$PYTHON"'
+    (tmp_path / "python3").write_text('#!/bin/sh\ncase "$2" in *exit*) exit 1; esac; echo 3.9')
+    (tmp_path / "python3").chmod(0o755)
+    (tmp_path / "python3.14").symlink_to(sys.executable)
+    assert bash(code, PATH=f"{tmp_path}:{os.environ['PATH']}") == "python3.14\n"
+
+
 def test_run_sh_finds_out_which_data_to_make(tmp_path):
     shards = tmp_path / "data/datasets/fineweb10B_sp1024"
     shards.mkdir(parents=True)

@@ -383,6 +383,12 @@ def test_no_machine_paths_and_no_registries():
     assert found == [("run.sh", words[-1])]
 
 
+def test_git_changes_no_line_ends():
+    """As it does on Windows: bash then finds no run.sh in WSL."""
+    command = ["git", "check-attr", "text", "run.sh"]
+    assert subprocess.check_output(command, cwd=ROOT, text=True) == "run.sh: text: unset\n"
+
+
 def test_documented_commands_name_files_that_exist():
     """Scripts and configs, without those that a command there writes by `>`, and placeholders."""
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
