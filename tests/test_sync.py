@@ -103,6 +103,11 @@ def test_fills_an_empty_fence_and_refuses_an_uncommitted_script(repo):
     refuses(repo, "mine.py is no script here", "mine.py")
 
 
+def test_git_is_named_if_it_is_missing(repo, monkeypatch):
+    monkeypatch.setenv("PATH", str(repo))
+    refuses(repo, f"{repo}: sync needs git: ", "--check")
+
+
 OPEN, CLOSE = "# === shared: model ===\n", "# === end: model ===\n"
 
 

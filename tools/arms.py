@@ -31,6 +31,7 @@ from common import (
     ROOT,
     SCRIPT,
     add_run_options,
+    available_cores,
     half_width,
     load_script,
     open_data,
@@ -241,7 +242,7 @@ def run_pinned(
 ) -> list[dict]:
     """Return make(run) of each run, `jobs` at a time, each job on its own `threads` cores."""
     can_pin = hasattr(os, "sched_setaffinity")  # Linux
-    cores = sorted(os.sched_getaffinity(0)) if can_pin else list(range(os.cpu_count() or 1))
+    cores = available_cores()
     if jobs * threads > len(cores):
         raise SystemExit(
             f"error: --jobs {jobs} x --threads {threads} are more than the {len(cores)} cores here"

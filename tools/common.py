@@ -312,6 +312,13 @@ def short_run(script: ModuleType, args: argparse.Namespace) -> tuple[dict[str, s
     return settings | dict(args.set), manifest
 
 
+def available_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def cpu_name() -> str:
     """Return the name of this machine's processor."""
     info = Path("/proc/cpuinfo")

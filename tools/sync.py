@@ -156,7 +156,10 @@ def load(root: Path) -> dict[str, str]:
     A file that is not added to git is somebody's experiment: it is neither read nor changed.
     """
     command = ["git", "ls-files", ":(glob)*.py", ":(glob)data/*.py", "tools/modeling_underpar.py"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    except OSError as error:
+        raise SyncError(f"{root}: sync needs git: {error}") from None
     if done.returncode:
         raise SyncError(f"{root}: sync needs a git checkout: {done.stderr.strip()}")
     names = [name for name in sorted(done.stdout.split()) if (root / name).exists()]

@@ -29,7 +29,14 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
-from common import ROOT, half_width, inherited_environment, load_script, markdown_table
+from common import (
+    ROOT,
+    available_cores,
+    half_width,
+    inherited_environment,
+    load_script,
+    markdown_table,
+)
 
 TASK = "sort"
 # Of both trainers; a new network's weights change fast, so there are neither averages nor QAT.
@@ -420,7 +427,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=150.0, help="of training, each run (150)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=len(available_cores()))
     parser.add_argument("--dim", type=int, default=64, help="width of the network (64)")
     parser.add_argument(
         "--start-steps", type=int, default=110, help="of train_sft.py: right now and then (110)"
