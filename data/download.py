@@ -855,9 +855,12 @@ def transfer_all(url, part):
             tries = 1 if size_of(part) > start else tries + 1
             if tries == TRIES:
                 reason = getattr(error, "reason", None) or error or type(error).__name__
+                hint = "check the network or --base-url"
+                if "CERTIFICATE" in str(reason):  # python.org's Python on a Mac, a bare container
+                    hint = "if it finds no certificates: export SSL_CERT_FILE=$(python -m certifi)"
                 raise UserError(
-                    f"cannot reach {urllib.parse.urlsplit(url).netloc} ({reason}); check the network "
-                    "or --base-url, then give the same command again: what has arrived is kept"
+                    f"cannot reach {urllib.parse.urlsplit(url).netloc} ({reason}); {hint}, then give "
+                    "the same command again: what has arrived is kept"
                 ) from error
             time.sleep(RETRY_SECONDS * 2 ** (tries - 1))
 
@@ -995,7 +998,8 @@ def describe(folder, tokenizer_path):
     splits = {}
     streams = {}
     for split in ("train", "val"):
-        files = sorted(path.name for path in folder.glob("*.bin"))
+        # No ._NAME of a Mac's archive.
+        files = sorted(path.name for path in folder.glob("[!.]*.bin"))
         matches = [re.fullmatch(rf"(.+)_{split}(_.+)?\.bin", name) for name in files]
         found = [match for match in matches if match]
         if not found:

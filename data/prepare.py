@@ -786,6 +786,14 @@ def run_command(run):
 # === end: command ===
 
 
+def container_limit(name):
+    """Return the numbers of a limit of the container that this process is in, [] if it has none."""
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        return [int(word) for word in Path(CGROUP, name).read_text().split()]
+    return []
+
+
+CGROUP = "/sys/fs/cgroup"  # of Linux
 TABLE = ".parquet"
 ROWS = (".jsonl", ".ndjson", TABLE)  # files of many documents
 JSON = ".json"  # has many, too, if it has a JSON object in each line, as C4 and Dolma
@@ -824,7 +832,8 @@ TABLE_ROWS = 100  # of a table that are in memory at a time
 # Memory that each byte of a document takes at least. 20 MB took 1.5 GB with a SentencePiece model of
 # 1,024 pieces; 10 MB took 1.1 GB with `bytes`.
 MEMORY_PER_BYTE = 70
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+PAGES = os.sysconf("SC_PHYS_PAGES")
+MEMORY = min([PAGES * os.sysconf("SC_PAGE_SIZE"), *container_limit("memory.max")])
 DOCUMENT_BYTES = MEMORY // MEMORY_PER_BYTE  # a longer document, or line of .jsonl, is an error
 READ_BYTES = 16_000_000  # of a text file at a time
 SEPARATOR = b"<|endoftext|>"  # between documents of a .txt file, as in TinyStories
@@ -1915,10 +1924,15 @@ def run(arguments=None):
 
 
 def available_cores():
-    """Return how many cores this process may use; a container may have fewer than the machine."""
+    """Return how many cores this process may use; a container may have fewer than the machine, or a
+    share of their time.
+    """
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    if limit := container_limit("cpu.max"):  # microseconds of CPU time, and of time
+        cores = min(cores, max(1, limit[0] // limit[1]))
+    return cores
 
 
 def main():

@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -220,7 +221,10 @@ def test_a_fault_of_tls_in_a_body_is_one_of_the_network(server, tmp_path, monkey
 def test_no_network_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "RETRY_SECONDS", 0.001)
     words = ["--out", str(tmp_path / "out"), "--base-url", "http://127.0.0.1:9"]
-    refuses(r"^cannot reach 127.0.0.1:9 \(", download.run, words)
+    refuses(r"^cannot reach 127.0.0.1:9 \(.*check the network", download.run, words)
+    fault = download.urllib.error.URLError("[SSL: CERTIFICATE_VERIFY_FAILED] unable to get it")
+    monkeypatch.setattr(download, "transfer", mock.Mock(side_effect=fault))
+    refuses(r"^cannot reach .*CERTIFICATE.*SSL_CERT_FILE=.*certifi", download.run, words)
     assert not (tmp_path / "out").exists()
 
 

@@ -21,7 +21,7 @@ import zstandard
 from faults import limit
 from test_data import HARD_TEXTS, NO_SPACE, fake_encoding, tokenized, train_model
 
-from conftest import ROOT, load_script, read_json, refusal, write_json
+from conftest import ROOT, load_script, load_tool, read_json, refusal, write_json
 
 SCRIPT = ROOT / "data" / "prepare.py"
 prepare = load_script(SCRIPT)
@@ -648,6 +648,18 @@ def test_workers_end_without_a_traceback(tmp_path, act, code, line):
         _, error = process.communicate(timeout=90)
     assert process.returncode == code
     assert error.startswith(line) and error.count("\n") == 1, error
+
+
+def test_a_container_has_fewer_cores_than_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    assert prepare.container_limit("memory.max") == [] and prepare.available_cores() == 8
+    for text, cores in {"max 100000\n": 8, "350000 100000\n": 3, "5 10\n": 1, "90 10\n": 8}.items():
+        (tmp_path / "cpu.max").write_text(text)
+        assert prepare.available_cores() == cores
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert prepare.available_cores() == 4 == len(load_tool("common").available_cores())
 
 
 def test_standard_library_is_chosen_by_size(tmp_path, monkeypatch):
