@@ -218,9 +218,9 @@ def checkpoint_fault(folder):
 
     It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
     in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
-    other .pt file that is there.
+    other .pt file that is there, except those that macOS adds in archives (._model.pt).
     """
-    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("*.pt"))}
+    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
     if folder.name.startswith("step_") and folder.name != "step_000000":
         names.add("training.pt")
     try:
@@ -663,7 +663,8 @@ def render_templates():
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
         environment.globals["strftime_now"] = today.strftime
     compiled = functools.cache(environment.from_string)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+    if sys.platform != "darwin":  # macOS refuses it: what it maps into every process is more
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
     for line in sys.stdin:
         # After so many seconds of a CPU the system ends the process, in an operation of C, too.
         signal.setitimer(signal.ITIMER_PROF, 3)

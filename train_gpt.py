@@ -73,6 +73,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable
@@ -684,6 +685,12 @@ def set_up_device(device):
         # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
         # mode over when the first parallel operation starts them, so it should come before that.
         torch.set_flush_denormal(True)
+        # A container may have the time of fewer CPUs (`docker run --cpus`) than there are cores, which
+        # PyTorch counts. Threads wait for each other: more of them than CPUs are many times slower.
+        if "OMP_NUM_THREADS" not in os.environ:
+            with contextlib.suppress(OSError, ValueError):  # there is no limit
+                quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+                torch.set_num_threads(min(quota // period or 1, torch.get_num_threads()))
 
 
 # === end: device ===
@@ -871,9 +878,9 @@ def checkpoint_fault(folder):
 
     It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
     in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
-    other .pt file that is there.
+    other .pt file that is there, except those that macOS adds in archives (._model.pt).
     """
-    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("*.pt"))}
+    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
     if folder.name.startswith("step_") and folder.name != "step_000000":
         names.add("training.pt")
     try:
@@ -4864,15 +4871,20 @@ def activation_dtype(name, device):
 def compile_model(network, settings):
     """Return the network compiled into one graph or, with COMPILE=0, the network itself.
 
-    Raises UserError if it is on a CPU and there is no C++ compiler.
+    Raises UserError if it is on a CPU and there is no C++ compiler, or no header of Python.
     """
     if not settings.compile:
         return network
     compiler = os.environ.get("CXX", "g++")  # as PyTorch chooses it
-    if network.embed.device.type == "cpu" and not shutil.which(compiler):
+    missing = ""
+    if not shutil.which(compiler):
+        missing = f"the C++ compiler {compiler}"
+    elif not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists():
+        missing = "Python.h (package python3-dev or python3-devel)"
+    if network.embed.device.type == "cpu" and missing:
         raise UserError(
-            f"COMPILE={setting_text(settings.compile)}: must be 0, or install the C++ compiler "
-            f"{compiler}, which was not found"
+            f"COMPILE={setting_text(settings.compile)}: must be 0, or install {missing}, which was "
+            "not found"
         )
     mode = "default" if settings.compile is True else settings.compile
     return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)

@@ -186,6 +186,9 @@ def test_networks_are_compiled_whole_by_a_mode(mode, monkeypatch):
     assert words == expected
     monkeypatch.setenv("CXX", "no-such-compiler")
     refusal(T.UserError, f"^COMPILE={mode}: .*no-such-compiler", T.compile_model, network, settings)
+    monkeypatch.setenv("CXX", "sh")
+    monkeypatch.setattr(T.sysconfig, "get_path", lambda *names: "/nowhere")
+    refusal(T.UserError, f"^COMPILE={mode}: .*Python.h", T.compile_model, network, settings)
     network.embed = torch.zeros(1, device="meta")  # not on a CPU
     assert T.compile_model(network, settings) == expected
 

@@ -33,6 +33,28 @@ def gpus(monkeypatch):
     return see
 
 
+@pytest.mark.parametrize(
+    ("limit", "given", "taken"),
+    [
+        ("250000 100000", {}, 2),
+        ("9 10", {}, 1),
+        ("max 10", {}, 8),
+        ("1 1", {"OMP_NUM_THREADS": "8"}, 8),
+    ],
+)
+def test_no_more_threads_than_cpus_of_the_container(limit, given, taken, monkeypatch):
+    """Unless the user has said how many."""
+    threads = [8]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(T.Path, "read_text", lambda path: limit)
+    T.set_up_device(torch.device("cpu"))
+    assert threads[-1] == taken
+
+
 def test_gpus_that_pytorch_does_not_see_are_an_error(gpus, tmp_path, monkeypatch):
     """By an nvidia-smi that lists one; those that the user hides are left alone."""
     tool = tmp_path / "nvidia-smi"

@@ -123,6 +123,12 @@ def test_limits_of_the_system_may_be_there():
     request = json.dumps(["{{ 1 + 1 }}", {}]) + "\n"
     done = subprocess.run(words, input=request, preexec_fn=limit, stdout=subprocess.PIPE, text=True)
     assert done.stdout == '{"text": "2"}\n'
+    # macOS refuses such a limit: until 2026-11-29 every template failed there.
+    words[2] = (
+        "import jinja2, resource, sys; sys.platform = 'darwin'; resource.setrlimit = None\n"
+        + words[2]
+    )
+    assert subprocess.check_output(words, input=request, text=True) == done.stdout
 
 
 def test_a_template_for_tools_is_taken_where_there_are_some():
