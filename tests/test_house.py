@@ -23,12 +23,12 @@ TOKENS = {
     "train_gpt.py": 31_000,
     "train_sft.py": 40_000,
     "train_dpo.py": 40_000,
-    "train_ppo.py": 46_800,
-    "train_grpo.py": 48_800,
-    "train_gspo.py": 48_800,
+    "train_ppo.py": 47_500,
+    "train_grpo.py": 49_500,
+    "train_gspo.py": 49_500,
     "quantize.py": 21_000,
     "convert.py": 27_500,
-    "sample.py": 33_000,
+    "sample.py": 33_500,
 }
 POLICIES = ["train_grpo.py", "train_gspo.py", "train_ppo.py"]
 TOKENS_OF_KERNELS, TOKENS_OF_MODEL = 1_500, 8_000

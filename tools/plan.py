@@ -5,9 +5,9 @@
 
 The arguments are those of train_gpt.py (`python train_gpt.py --help` lists the settings); settings in the environment
 count too. A mistake in them stops the plan with the error of the run. INIT_FROM is an error: the plan is that of a new
-network, so give the settings of its shape. The tool takes no step, writes nothing and needs neither data nor GPUs. It plans for WORLD_SIZE processes (an
-environment variable, 1 if it is not set) on DEVICE, which need not exist here. If DATA_PATH does not exist, it assumes
-VOCAB_SIZE tokens (1,024 if that is 0).
+network, so give the settings of its shape. The tool takes no step, writes nothing and needs neither data nor GPUs. It
+plans for WORLD_SIZE processes (an environment variable, 1 if it is not set) on DEVICE, which need not exist here. If
+DATA_PATH does not exist, it assumes VOCAB_SIZE tokens (1,024 if that is 0).
 """
 
 import math
@@ -26,8 +26,8 @@ TOKENS_PER_SECOND = 1_000_000  # the stated speed
 # Bits that a trained weight takes less than a normal one, because rows and columns differ in size
 # (docs/lab/2026-11.md, 2026-11-22).
 LESS_BITS = {"matrix": 0.1, "embedding": 0.75}
-# Optimizer -> bytes of state per weight of a matrix, per weight of an embedding. All other weights take AdamW's 8, and a
-# row of the hashed tables under muon takes 4 (RowRMSprop).
+# Optimizer -> bytes of state per weight of a matrix, per weight of an embedding. All other weights take AdamW's 8. A row
+# of the hashed tables under muon takes 4 (RowRMSprop).
 STATE_BYTES = {
     "muon": (4, 8),
     "lion": (4, 4),
