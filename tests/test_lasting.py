@@ -807,7 +807,7 @@ def test_a_bad_start_is_not_called_good(place):
 
 
 def test_a_hang_prints_the_stacks_and_the_run_goes_on(place):
-    patch = "T.HANG_SECONDS = 1.0\nat_step(T, 3, time.sleep, 1.5)\n"
+    patch = "T.HANG_SECONDS = 1.0\nat_step(T, 3, time.sleep, 4.0)\n"
     child = place.run("hang", patch, **FEW)
     assert re.match(r"Timeout \(0:00:", child.err) and " in main\n" in child.err
 

@@ -124,7 +124,7 @@ def assert_shares(place, out, whole_run, ranks):
 
 
 def test_two_ranks_learn_what_one_does_and_hold_half(place, one, two):
-    assert_close(place, two, one)
+    assert_close(place, two, one, 5e-5)  # 1.7e-5 with AVX2
     assert_shares(place, two, one, 2)
     results = [place.result(run) for run in (two, one)]
     assert [result["world_size"] for result in results] == [2, 1]

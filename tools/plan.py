@@ -26,8 +26,8 @@ TOKENS_PER_SECOND = 1_000_000  # the stated speed
 # Bits that a trained weight takes less than a normal one, because rows and columns differ in size
 # (docs/lab/2026-11.md, 2026-11-22).
 LESS_BITS = {"matrix": 0.1, "embedding": 0.75}
-# Optimizer -> bytes of state per weight of a matrix, per weight of an embedding. All other weights take AdamW's 8. A row
-# of the hashed tables under muon takes 4 (RowRMSprop).
+# Optimizer -> bytes of state per weight of a matrix, per weight of an embedding. All other weights take AdamW's 8. A
+# row of the hashed tables under muon takes 4 (RowRMSprop).
 STATE_BYTES = {
     "muon": (4, 8),
     "lion": (4, 4),
