@@ -55,7 +55,7 @@ def test_bitdelta_against_numpy(count, group):
     """Signs, that of 0 being 1; mean |delta| over the real values of each group; base + scale * sign, exactly."""
     weight, base = draw(5, count, seed=1), draw(5, count, seed=2)
     weight[0, 0] = base[0, 0]
-    signs, scales = Q.BitDeltaQuantizer(group).quantize(weight, base)
+    signs, scales = Q.BitDeltaQuantizer(group_size=group).quantize(weight, base)
     delta = (weight - base).numpy().ravel()
     size = {-1: count, 0: 5 * count}.get(group, group)
     means = [

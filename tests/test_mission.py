@@ -6,13 +6,10 @@ import importlib
 import math
 import re
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
 
-import quantize as Q
-import train_dpo
 import train_gpt as T
 import train_grpo
 import train_gspo
@@ -20,7 +17,6 @@ import train_ppo
 import train_sft
 from conftest import BYTES, ROOT, TINY, Place, add_noise, blocks, refusal, small_network
 
-TRAINING = (T, train_sft, train_dpo, train_ppo, train_grpo, train_gspo)
 SMALL = dict(model_dim=32, num_heads=2, attn_window=8, mlp_mult=2.0, train_seq_len=32)
 IDS = torch.randint(2, 20, (2, 17), generator=torch.Generator().manual_seed(0))
 # Row -> its tests, as file.test without "test_".
@@ -31,6 +27,8 @@ SHOWN = {
     "averages": "schedule.ema_and_swa_closed_forms",
     "phases under any clock": "smoke.every_phase_fires_under_a_clock_that_cuts_the_run",
     "optimizers in whole runs": "smoke.every_choice_trains_and_packs",
+    "the same optimizers in every script": "house.a_setting_is_the_same_line_in_every_script",
+    "frequency and phase of bio units": "family.mlps_against_formulas",
     "checkpointing of activations": "family.gradients_are_finite_differences_with_and_without_checkpointing",
     "mixtures": "data.open_data_of_a_mixture",
     "sharded loading": "data.token_stream_is_the_concatenation_read_round",
@@ -50,7 +48,7 @@ SHOWN = {
     "masked steps": "lasting.bad_steps_are_skipped_and_counted",
     "records of three seeds": "record.a_new_record_is_what_the_runs_left",
     "trackers": "tracker.the_numbers_of_the_log_are_mirrored",
-    "BitDelta": "delta.bitdelta_against_numpy",
+    "BitDelta, in a program": "delta.bitdelta_against_numpy",
     "DeltaQuant": "delta.codes_of_deltaquant",
     "deltas as commands": "delta.what_the_commands_print_and_write",
     "LoRA": "lora.an_adapted_network_is_that_of_the_dense_sums",
@@ -139,14 +137,6 @@ def test_layers_are_gated_deltanet_windows_full_attention_and_shared_ones():
     assert counts["g a a"] > counts["g a1 a1"] > counts["g A1 A1"] == counts["g a"]
 
 
-@pytest.mark.parametrize("mlp", ["bio", "bio_soft"])
-def test_bio_units_learn_frequency_and_phase(mlp):
-    net = network(mlp=mlp)
-    nats(net).mean().backward()
-    waves = [param.grad for name, param in net.named_parameters() if "wave" in name]
-    assert waves and all((grad != 0).any(1).all() for grad in waves)
-
-
 def test_one_bio_unit_learns_xor():
     torch.manual_seed(0)
     unit = T.MLP(T.GPTConfig(2, 0, "a", "rms", model_dim=2, mlp="bio", mlp_hidden=1))
@@ -170,12 +160,6 @@ def test_norms_by_layer_and_kinds_of_positions():
 
 
 # ------------------------------------------------------------------------ pretraining: optimization
-@pytest.mark.parametrize("module", TRAINING, ids=lambda module: module.__name__)
-def test_every_script_has_every_optimizer(module):
-    names = get_args(module.Settings.__dataclass_fields__["optimizer"].type)
-    assert set(names) == {"muon", "lion", "adamw", "adafactor", "adamw8bit"}
-
-
 @pytest.mark.parametrize("mode", ["1", "reduce-overhead", "max-autotune"])
 def test_networks_are_compiled_whole_by_a_mode(mode, monkeypatch):
     settings = T.load_settings(T.Settings, {"COMPILE": mode})
@@ -257,7 +241,9 @@ def test_a_memory_snapshot_needs_cuda(place):
 
 
 # ---------------------------------------------------------------------- programs, adapters, documents
-@pytest.mark.parametrize("module", TRAINING[3:], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", (train_ppo, train_grpo, train_gspo), ids=lambda module: module.__name__
+)
 def test_trainers_in_a_program(module):
     """As in the two seeds: train_step(queries, reward_function), and train() of a data set."""
     name = module.__name__.removeprefix("train_").upper()
@@ -275,15 +261,6 @@ def test_trainers_in_a_program(module):
     given = dict(model=small_network(), ref_model=small_network(1), tokenizer=BYTES)
     own = trainer(**given, args=config(**shape, kl_beta=0.1), train_dataset=["a", "bc"])
     assert len(own.train(reward)) == 1
-
-
-def test_deltas_in_a_program():
-    base, weight = torch.randn(4, 128), torch.randn(4, 128)
-    quantizer = Q.BitDeltaQuantizer(group_size=128)
-    signs, scales = quantizer.quantize(weight, base)
-    made = quantizer.dequantize(base, signs, scales)
-    expected = base + (weight - base).sign() * (weight - base).abs().mean(1, keepdim=True)
-    assert torch.allclose(made, expected, atol=1e-6)
 
 
 def test_frozen_weights_stay_as_they_are():

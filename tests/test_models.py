@@ -217,21 +217,6 @@ def test_logits_and_gradients_are_those_of_transformers(imported, name):
         assert (found - want).norm() < 1e-3 * want.norm() + 1e-6, key
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "qwen3_5_1_to_2"])
-@torch.no_grad()
-def test_greedy_texts_are_those_of_each_text_alone(imported, name):
-    """After prompts of different lengths, row by row."""
-    model, _, out = imported(name)
-    network = load(out)
-    prompts = [row.tolist() for row in texts(2, 40)]
-    prompts[1] = prompts[1][:7]
-    samples = sample.generate(network, prompts, 1, 12, 0.0, [(0,), (1,)], frozenset())
-    for prompt, found in zip(prompts, samples, strict=True):
-        ids = torch.tensor([prompt])
-        want = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
-        assert found.ids == want[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_exports_are_the_model(transformers, imported, copied, tmp_path, name):
     """In the form of the original byte for byte, with all other files; by itself in float32."""
@@ -450,11 +435,7 @@ def test_an_imported_start_has_defaults_of_its_own(imported):
 
 
 # ----------------------------------------------------------------------- what is refused, what counts
-UNLIKE = (
-    (dict(num_key_value_heads=4), r"config.json: has num_kv_heads=4, .*step_000000 2"),
-    (dict(rope_parameters=dict(rope_theta=5e5)), r"has rope_base=500000.0, .* 10000.0"),
-    (dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3"), r"has qk_norm=True, .* False"),
-)
+UNLIKE = ((dict(num_key_value_heads=4), r"config.json: has num_kv_heads=4, .*step_000000 2"),)
 REFUSED = (
     (dict(architectures=["MistralForCausalLM"]), "architectures='MistralForCausalLM': must be one"),
     (dict(model_type="mistral"), "model_type='mistral': must be that of LlamaForCausalLM"),

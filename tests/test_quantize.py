@@ -31,7 +31,6 @@ from conftest import (
     environment,
     mutated,
     read_json,
-    refusal,
     start,
     write_json,
 )
@@ -339,7 +338,6 @@ def test_verify_says_no(call, place, tmp_path):
         ("mixers.1.w_o", lambda w: w * 1.01, "its steps are not those of"),
         ("mixers.1.w_o", lambda w: w.flip(0), "times the error of the nearest codes"),
         ("mixers.0.dt_bias", lambda w: w + 1e-6, "is not that of"),
-        ("blocks.1.mlp_scale", lambda w: w * 1.001, "is not that of"),
     ]
     for name, change, fault in changed:
         net = network()
@@ -370,7 +368,6 @@ MISTAKES = [
     ("inof", {}, "inof"),
     ("info a b", {}, "unrecognized arguments: b"),
     ("info {damaged}", {}, "damaged.upar: damaged"),
-    ("unpack {damaged} {new}", {}, "damaged.upar: damaged"),
     ("info {early}", {}, "no such file"),
     ("pack {new} {new}", {}, "no such file"),
     ("pack {run} {artifact}", {}, "exists already"),
@@ -469,15 +466,6 @@ def test_forged_folders_are_one_line(call, place, tmp_path, file):
     (folder / "SHA256SUMS").write_text("".join(lines))
     code, _, error = call("compare", folder, place / "run")
     assert code == 2 and "no checkpoint with raw weights" in error
-
-
-def test_scaling_of_rope_has_four_numbers():
-    for value, fault in (
-        ([1.0], "rope_scaling=.*must be 4 numbers"),
-        ([1.0, 2.0, 3.0, "4"], r"rope_scaling\[3\] is '4', must be of type float"),
-    ):
-        shape = {**vars(network().config), "rope_scaling": value}
-        refusal(Q.UserError, fault, Q.checked_config, shape)
 
 
 # --------------------------------------------------------------------------------------- the guide
