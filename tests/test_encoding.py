@@ -5,9 +5,8 @@ import random
 import re
 
 import pytest
-import sentencepiece
+from test_data import NO_SPACE, train_model
 from test_models import make
-from test_remote import OURS, sentencepiece_model
 
 import convert as C
 import train_sft as S
@@ -32,38 +31,23 @@ def write_tokenizer(
     merges.append(("t", LETTERS[0xCC]))  # and half of a combining accent
     for pair in merges:
         vocab["".join(pair)] = len(vocab)
-    tokens = [("<|endoftext|>", False, ()), *((*token, ())[:3] for token in added)]
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True)
-    steps = [{**byte_level, "use_regex": True}]
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, **model))
+    before = tokenizers.pre_tokenizers
+    steps = [before.ByteLevel(add_prefix_space=False, use_regex=split == C.GPT2_SPLIT)]
     if split != C.GPT2_SPLIT:
-        isolated = dict(type="Split", pattern={"Regex": split}, behavior="Isolated", invert=False)
-        steps = [isolated, {**byte_level, "use_regex": False}]
-    token = {"id": "<|endoftext|>", "ids": [len(vocab)], "tokens": ["<|endoftext|>"]}
-    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
-    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    before = dict(type="TemplateProcessing", single=[first, texts[0]], pair=[first, *texts])
-    before["special_tokens"] = {"<|endoftext|>": token}
-    described = {
-        "version": "1.0",
-        "added_tokens": [
-            dict(id=len(vocab) + place, content=text, normalized=late, special=True)
-            | {flag: flag in flags for flag in C.TOKEN_FLAGS}
-            for place, (text, late, flags) in enumerate(tokens)
-        ],
-        "normalizer": {"type": "NFC"} if nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": before if bos else None,
-        "decoder": None,
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": [list(pair) for pair in merges],
-            **model,
-        },
-    }
-    write_json(folder / "tokenizer.json", described)
+        steps.insert(0, before.Split(tokenizers.Regex(split), "isolated"))
+    theirs.pre_tokenizer = before.Sequence(steps)
+    if nfc:
+        theirs.normalizer = tokenizers.normalizers.NFC()
+    for text, late, *flags in [("<|endoftext|>", False), *added]:
+        words = dict.fromkeys(sum(flags, []), True)
+        theirs.add_special_tokens([tokenizers.AddedToken(text, normalized=late, **words)])
+    if bos:
+        marks = dict(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", len(vocab))])
+        theirs.post_processor = tokenizers.processors.TemplateProcessing(**marks)
+    theirs.save(str(folder / "tokenizer.json"))
     (folder / "imported.tiktoken").write_bytes(C.hf_tokenizer(folder, 300).content)
-    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return theirs
 
 
 def same(ours, theirs, text):
@@ -76,15 +60,14 @@ def same(ours, theirs, text):
 @pytest.mark.parametrize("ignore_merges", [False, True])
 def test_bytes_that_a_vocabulary_lacks_are_dropped(tmp_path, ignore_merges):
     """Their neighbours in a part of the text merge. Nothing but the byte is lost."""
-    lacking = b"\x04\x06t\xe6\xff?"
-    if ignore_merges:  # where a piece has such a byte, it would be one token only as a whole part
-        lacking = lacking.replace(b"t", b"")
-    else:
-        with pytest.raises(C.UserError, match="merges: must be of pieces of the vocabulary"):
-            write_tokenizer(tmp_path, lacking)
-        lacking = lacking.replace(b"t", b"")
-    theirs = write_tokenizer(tmp_path, lacking, ignore_merges=ignore_merges)
+    theirs = write_tokenizer(tmp_path, b"\x04\x06\xe6\xff?", ignore_merges=ignore_merges)
     ours = S.load_tokenizer(tmp_path / "imported.tiktoken")
+    described = read_json(tmp_path / "tokenizer.json")
+    described["model"]["vocab"]["unused"] = described["model"]["vocab"].pop("t")
+    write_json(tmp_path / "tokenizer.json", described)
+    if not ignore_merges:  # else a piece with such a byte is one token only as a whole part
+        fault = "merges: must be of pieces of the vocabulary"
+        refusal(C.UserError, fault, C.hf_tokenizer, tmp_path, 300)
     texts = [chr(byte) for byte in range(256)] + [f" the!{chr(byte)}!!the" for byte in range(256)]
     texts += [
         "",
@@ -171,15 +154,7 @@ def test_a_run_of_a_million_spaces(tmp_path):
 def test_half_a_surrogate_pair_is_an_error(tmp_path):
     write_tokenizer(tmp_path)
     tokenizers = [S.load_tokenizer(path) for path in ("bytes", tmp_path / "imported.tiktoken")]
-    with open(tmp_path / "tokenizer.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["the cat", "a hat"] * 9),
-            model_writer=file,
-            vocab_size=20,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
-    tokenizers.append(S.load_tokenizer(tmp_path / "tokenizer.model"))
+    tokenizers.append(S.load_tokenizer(train_model(tmp_path / "tokenizer.model")))
     said = r"text '\\ud800b' at character 1: half a surrogate pair, which is no Unicode"
     for tokenizer in tokenizers:
         refusal(S.UserError, said, tokenizer.encode, HALF)
@@ -197,17 +172,9 @@ ZEPHYR = (
 @pytest.fixture
 def llama2(tmp_path):
     """Return a folder with a SentencePiece model and a chat template, as TinyLlama has them."""
-    with open(tmp_path / "tokenizer.model", "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["the cat <|user|> sat", "a hat\t日本", "the  12 cats"] * 9),
-            model_writer=file,
-            model_type="bpe",
-            vocab_size=300,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            minloglevel=2,
-        )
+    options = dict(NO_SPACE, add_dummy_prefix=True, allow_whitespace_only_pieces=False)
+    lines = ["the cat <|user|> sat", "a hat\t日本", "the  12 cats"] * 9
+    train_model(tmp_path / "tokenizer.model", lines, **options, pad_id=-1, unk_id=0)
     config = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=ZEPHYR)
     config |= dict(tokenizer_class="LlamaTokenizer", add_bos_token=True)
     write_json(tmp_path / "tokenizer_config.json", config)
@@ -348,9 +315,9 @@ def test_marks_of_the_files_beside_a_sentencepiece_model(
 
 
 def test_files_beside_a_sentencepiece_model_with_roles_count_nothing(llama2):
-    sentencepiece_model(llama2 / "tokenizer.model", **OURS)
+    train_model(llama2 / "tokenizer.model")
     write_json(llama2 / "tokenizer.json", processor_of("<s>", "A", "</s>"))
-    assert C.read_hf_tokenizer(llama2, "", 320).file == "tokenizer.model"
+    assert C.read_hf_tokenizer(llama2, "", 400).file == "tokenizer.model"
 
 
 def test_a_space_at_the_first_part_alone_is_refused(llama2):

@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from test_data import PREFIX, train_model
 from test_models import CHATML, hard_texts, make, train_tokenizer
-from test_remote import OURS, sentencepiece_model
 
 import convert as C
 import sample
@@ -125,7 +125,7 @@ def save(folder, file, **changes):
 @pytest.mark.parametrize("prefix", [False, True])
 def test_a_sentencepiece_model_comes_back(convert, tmp_path, prefix):
     """With and without a dummy prefix; roles, what ends an answer, and the template of these scripts."""
-    sentencepiece_model(tmp_path / "a.model", **OURS | dict(add_dummy_prefix=prefix))
+    train_model(tmp_path / "a.model", add_dummy_prefix=prefix)
     run = save(tmp_path / "run", tmp_path / "a.model")
     path = tmp_path / "model.gguf"
     assert convert("export", run, path, "--type", "f32") == ""
@@ -143,7 +143,7 @@ def test_what_a_file_says_of_ends_and_bos(imported, convert, monkeypatch, tmp_pa
     """An answer also ends where the template ends it, as in Llama 3 Instruct's files whose EOS is another
     token. A SentencePiece model may put no BOS before a text.
     """
-    sentencepiece_model(tmp_path / "a.model", **OURS | dict(control_symbols=[]))
+    train_model(tmp_path / "a.model", control_symbols=[])
     runs = [imported("llama3", "llama3"), save(tmp_path / "spm", tmp_path / "a.model")]
     changes = {"tokenizer.ggml.eos_token_id": 600}, {"tokenizer.ggml.add_bos_token": False}
     tokenizers = []
@@ -236,7 +236,8 @@ def test_files_that_are_refused(imported, convert, monkeypatch, tmp_path):
 def test_what_llama_cpp_does_not_have(imported, convert, tmp_path):
     new = tmp_path / "new.gguf"
     for kind in ("bpe", "unigram"):
-        sentencepiece_model(tmp_path / f"{kind}.model", model_type=kind, hard_vocab_limit=False)
+        words = dict(PREFIX, model_type=kind, hard_vocab_limit=False)
+        train_model(tmp_path / f"{kind}.model", **words)
     for file, changes, fault in (
         ("bytes", {"layers": "g a"}, "LlamaForCausalLM has no layers='g a'"),
         ("bytes", {"mlp": "bio"}, "LlamaForCausalLM has no mlp='bio'"),
@@ -302,7 +303,7 @@ def test_llama_cpp_computes_the_same(imported, tmp_path, name, kind, said):
 @pytest.mark.full
 @pytest.mark.parametrize("prefix", [False, True])
 def test_llama_cpp_has_our_roles(tmp_path, prefix):
-    sentencepiece_model(tmp_path / "a.model", **OURS | dict(add_dummy_prefix=prefix))
+    train_model(tmp_path / "a.model", add_dummy_prefix=prefix)
     run = save(tmp_path / "run", tmp_path / "a.model")
     ask = agree(run, tmp_path / "model.gguf", hard_texts()[:200])
     messages = [{"role": role, "content": f"the {role}"} for role in ("system", "user")]

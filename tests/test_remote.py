@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import importlib.metadata
-import io
 import random
 import re
 import runpy
@@ -11,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from test_data import PREFIX, train_model
 from test_models import train_tokenizer
 from test_quantize import BYTES, network, save
 
@@ -157,20 +157,6 @@ def test_files_of_an_export(exported, transformers, monkeypatch, tmp_path):
     refusal(C.UserError, "chat_template.jinja: no such file", C.read_tool, "chat_template.jinja")
 
 
-def sentencepiece_model(path, **changes):
-    """Write a SentencePiece model like those of the published FineWeb data: with a dummy prefix."""
-    import sentencepiece
-
-    content = io.BytesIO()
-    options = dict(vocab_size=320, model_type="bpe", byte_fallback=True, minloglevel=2)
-    options |= dict(pad_id=0, bos_id=1, eos_id=2, unk_id=3, num_threads=1)
-    sentences = iter(["the cat sat on the mat", "a naïve café", "12345", "def f(x):\n  return"] * 9)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences, model_writer=content, **options | changes
-    )
-    path.write_bytes(content.getvalue())
-
-
 def random_texts(count):
     """Return texts of letters, marks, spaces and rarer characters, and the empty one."""
     parts = [*"abcthe mat sat on  0123456789\n\t.,'é", "naïve ", "日本", "🙂", "  ", "'re", " the"]
@@ -179,14 +165,11 @@ def random_texts(count):
     return ["", *("".join(draw.choices(parts, k=draw.randrange(1, 60))) for _ in range(count))]
 
 
-OURS = dict(add_dummy_prefix=False, remove_extra_whitespaces=False)
-OURS |= dict(normalization_rule_name="identity", allow_whitespace_only_pieces=True)
-OURS |= dict(user_defined_symbols=["\n"], control_symbols=list(sample.ROLE_TOKENS))
 KINDS = {  # name -> how its SentencePiece model is trained
     "bytes": None,
-    "fineweb": {},
-    "ours": OURS,
-    "unigram": dict(model_type="unigram", hard_vocab_limit=False),
+    "fineweb": PREFIX,
+    "ours": {},
+    "unigram": dict(PREFIX, model_type="unigram", hard_vocab_limit=False),
     "imported": None,
 }
 TEMPLATE = (
@@ -208,7 +191,7 @@ def make_tokenizer(kind, run, folder):
         path = run / "imported.tiktoken"
         path.write_bytes(C.hf_tokenizer(folder, 1000).content)
         return sample.load_tokenizer(path)
-    sentencepiece_model(run / "tokenizer.model", **KINDS[kind])
+    train_model(run / "tokenizer.model", **KINDS[kind])
     tokenizer = sample.load_tokenizer(run / "tokenizer.model")
     return sample.with_roles(tokenizer) if kind == "fineweb" else tokenizer
 
