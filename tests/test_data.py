@@ -119,15 +119,6 @@ def test_byte_tables_are_the_decoded_bytes(lossless_model, prefix_model):
     assert prepare.decode_bytes(tokenizer, tokenizer.encode(text)) == b"the cat   sat"
 
 
-def test_a_first_space_is_dropped_after_a_token_without_bytes_alone(prefix_model):
-    tokenizer = prepare.load_tokenizer(prefix_model)
-    ids = np.array(tokenizer.encode("the cat sat on the mat"))
-    before = np.concatenate([[ids[0]], ids[:-1]])
-    assert counted(tokenizer, ids) == 22
-    assert data.token_bytes(prepare.byte_table(tokenizer), before, ids).sum() == 23
-    assert np.flatnonzero(tokenizer.boundary).tolist() == [0, 1, 2, 3]
-
-
 def test_byte_tokenizer_layout():
     tokenizer = prepare.load_tokenizer("bytes")
     assert tokenizer.encode("A\xff") == [69, 199, 195]
@@ -422,12 +413,6 @@ def test_a_wrong_count_of_validation_bytes_is_refused(tmp_path):
     stored["val"] = {"decoded_bytes": 9, **write_split(a, "val", tokens_of(a, "val")[1:])}
     change_manifest(a, stored)
     refuses("^validation: begins with token 106", a)
-
-
-def test_validation_bytes_leave_out_the_dummy_prefix_after_a_boundary_only(tmp_path, prefix_model):
-    texts = ["the cat", "sat on the mat"]
-    part = make_part(tmp_path / "p", ["the cat sat"] * 20, texts, prefix_model)
-    assert opened(part).tokenizer.sha256 == data.sha256_file(prefix_model)
 
 
 def test_a_score_divides_by_no_more_bytes_than_the_source_has(tmp_path, spaceless_model):

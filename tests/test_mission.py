@@ -3,7 +3,6 @@ another file shows the row in full, SHOWN names it.
 """
 
 import importlib
-import math
 import re
 from types import SimpleNamespace
 
@@ -61,6 +60,7 @@ SHOWN = {
     "DPO, IPO, cDPO, robust DPO": "dpo.losses_are_the_values_worked_by_hand",
     "PPO": "ppo.the_loss_is_its_closed_form",
     "GAE": "ppo.advantages_are_the_double_sum",
+    "train_step(queries, reward_function)": "objective.a_reward_of_train_step_gets_its_arguments_by_their_names",
     "GRPO and GSPO, asymmetric clips": "objective.objectives_are_their_closed_forms",
     "dynamic sampling": "objective.groups_of_one_reward_are_replaced",
     "math rewards": "tasks.gsm8k_reads_the_number_where_others_look_for_it",
@@ -245,7 +245,7 @@ def test_a_memory_snapshot_needs_cuda(place):
     "module", (train_ppo, train_grpo, train_gspo), ids=lambda module: module.__name__
 )
 def test_trainers_in_a_program(module):
-    """As in the two seeds: train_step(queries, reward_function), and train() of a data set."""
+    """As in the two seeds."""
     name = module.__name__.removeprefix("train_").upper()
     config, trainer = (getattr(module, f"{name}{kind}") for kind in ("Config", "Trainer"))
     shape = dict(max_new_tokens=3, group_size=4, iterations=1, prompts_per_step=2, mini_batches=1)
@@ -254,10 +254,6 @@ def test_trainers_in_a_program(module):
     def reward(queries, texts):
         return [float(sum(map(ord, text)) % 7) for text in texts]
 
-    own = trainer(small_network(), BYTES, config(learning_rate=1e-3, **shape))
-    before = own.network.embed.detach().clone()
-    metrics = own.train_step(["12", "345"], reward)
-    assert math.isfinite(metrics["reward"]) and not torch.equal(own.network.embed, before)
     given = dict(model=small_network(), ref_model=small_network(1), tokenizer=BYTES)
     own = trainer(**given, args=config(**shape, kl_beta=0.1), train_dataset=["a", "bc"])
     assert len(own.train(reward)) == 1
