@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_artifact import forged
 from test_house import TOKENS
 from test_prepare import documents
 
-import train_gpt as T
 from conftest import ROOT, environment, load_tool, read_json, start, write_json
 
 common, R = load_tool("common"), load_tool("record")
@@ -139,18 +139,9 @@ def call(place, *words):
 
 def artifact(**dtypes):
     """Return an artifact of the present format: a stream of each dtype, of which `codes` are codes."""
-    streams = {}
-    payloads = b""
-    for name, dtype in dtypes.items():
-        payload = T.ARTIFACT_ZSTD.compress(np.zeros(2, dtype).tobytes())
-        streams[name] = {"shape": [2], "dtype": dtype, "length": len(payload)}
-        payloads += payload
-    streams["codes"]["bits"] = 6
-    header = {"settings": {}, "meta": {}, "tokenizer_sha256": "", "streams": streams}
-    frame = T.ARTIFACT_ZSTD.compress(json.dumps(header).encode())
-    prefix = T.ARTIFACT_PREFIX.pack(T.ARTIFACT_MAGIC, T.ARTIFACT_VERSION, len(frame))
-    data = prefix + frame + payloads
-    return data + hashlib.sha256(data).digest()
+    streams = {name: ([2], np.zeros(2, dtype)) for name, dtype in dtypes.items()}
+    streams["codes"] += ({"bits": 6},)
+    return forged(streams)
 
 
 def test_integers_that_are_no_codes_are_refused():
