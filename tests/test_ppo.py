@@ -258,6 +258,8 @@ def test_divergences_are_measured_steer_and_shape_rewards(shaping, monkeypatch):
     k3 = (-apart).exp() - 1 + apart
     means = {"kl": apart[batch.mask].mean().item(), "kl_k3": k3[batch.mask].mean().item()}
     assert {name: found[name] for name in means} == pytest.approx(means, abs=1e-12)
+    every = torch.stack(P.divergences(batch.old, batch.old - 1, batch.mask))
+    assert not every[:, ~batch.mask].any()
     beta = P.steered(0.3, found["kl"] * rollout.metrics["length"], 0.01)
     assert found["kl_beta"] == 0.3 != beta == experienced(own, step=1)[1]["kl_beta"]
     # At lambda = gamma = 1 the first token's return is the score less 0.3 times what the answer cost.
