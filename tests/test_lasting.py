@@ -121,12 +121,8 @@ def pair(tmp_path):
 
 def test_a_checkpoint_has_its_files_and_their_hashes(pair):
     command = ["sha256sum", "-c", "SHA256SUMS"]
-    for folder, step in zip(pair, (4, 8), strict=True):
-        assert len(list(folder.iterdir())) == 4
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        assert done.stdout == "meta.json: OK\nmodel.pt: OK\ntraining.pt: OK\n"
-        assert read_json(folder / "meta.json") == {"step": step}
-        assert torch.equal(T.torch.load(folder / "model.pt")["w"], torch.arange(5.0) + step)
+    done = subprocess.run(command, cwd=pair[1], capture_output=True, text=True)
+    assert done.stdout == "meta.json: OK\nmodel.pt: OK\ntraining.pt: OK\n"
     assert newest(pair[0].parent) == (pair[1], [])
 
 
@@ -173,8 +169,11 @@ def test_every_byte_of_the_list_of_hashes_counts(pair):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        (r".*meta.json\n", ""),
         (r"(.*meta.json\n)", r"\1\1"),
         (r"(.*)(meta.json\n)", r"\1\2\1../step_000004/\2"),
+        ("\n", "\r\n"),
+        ("^", "\ufeff"),
     ],
 )
 def test_a_checkpoint_is_whole_only_if_its_sums_name_every_file(pair, old, new):

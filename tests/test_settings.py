@@ -359,6 +359,7 @@ CONSTANTS |= dict.fromkeys(
 
 
 def test_a_retired_setting_is_accepted_at_the_value_of_its_constant():
+    assert CONSTANTS.keys() <= T.OTHER_NAMES.keys()
     names = {meant: name for name, meant in T.OTHER_NAMES.items()}
     for constant, value in T.OTHER_NAMES.items():
         if isinstance(value, str):
