@@ -18,6 +18,7 @@ import test_model
 import torch
 from faults import limit
 from test_artifact import header_of, signed
+from test_lasting import repair
 
 import quantize as Q
 import sample as S
@@ -461,9 +462,7 @@ def test_forged_folders_are_one_line(call, place, tmp_path, file):
     folder = tmp_path / "folder"
     assert call("unpack", place / "run" / "model.upar", folder)[0] == 0
     torch.save(FORGED[file](torch.load(folder / file)), folder / file)
-    names = ("coded.pt", "meta.json", "model.pt")
-    lines = [f"{T.sha256_file(folder / name)}  {name}\n" for name in names]
-    (folder / "SHA256SUMS").write_text("".join(lines))
+    repair(folder)
     code, _, error = call("compare", folder, place / "run")
     assert code == 2 and "no checkpoint with raw weights" in error
 
