@@ -87,707 +87,6 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# === shared: streams ===
-def open_streams():
-    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
-    replaced by the null device, or the next file opened would get its number, and with it what
-    libraries print.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
-
-
-def drop_stream(stream):
-    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
-
-
-def write_stream(stream, text):
-    """Write text to a standard stream; return the OSError if nobody takes it, else None.
-
-    From then on the stream leads nowhere.
-    """
-    try:
-        print(text, end="", file=stream, flush=True)
-    except OSError as error:
-        drop_stream(stream)
-        return error
-    return None
-
-
-# === end: streams ===
-
-
-# === shared: errors ===
-ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
-
-
-def report_error(text):
-    """Write an error to ERROR_LOGS and to stderr."""
-    for log in ERROR_LOGS:
-        log.write(text)
-    write_stream(sys.stdout, "")
-    write_stream(sys.stderr, f"{text}\n")
-
-
-def is_out_of_memory(error):
-    """Return whether an error says that memory was short."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # PyTorch on a CPU, cuBLAS and cuDNN have no class of their own for it.
-    words = "out of memory|allocate memory|ALLOC_FAILED"
-    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
-
-
-def report_in_a_line(error, rank):
-    """Print the first line of an error. If rank 0 has the same one, then only rank 0 prints it."""
-    if rank != "0":
-        time.sleep(5)  # torchrun ends this rank meanwhile
-    message, *_ = (str(error) or type(error).__name__).split("\n")
-    if is_out_of_memory(error):
-        message += (
-            "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
-            "less memory (docs/runs.md has more)"
-        )
-    report_error(f"error: {message}")
-
-
-def exit_code(main):
-    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
-
-    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
-    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
-    """
-    rank = os.environ.get("RANK", "0")
-    open_streams()
-    try:
-        try:
-            code = main()
-        except SystemExit as end:  # of --help
-            code = end.code
-        if error := write_stream(sys.stdout, ""):
-            raise type(error)(error.errno, error.strerror, "standard output")
-        return code
-    except BrokenPipeError:
-        drop_stream(sys.stdout)
-        return 141  # 128 and SIGPIPE
-    except KeyboardInterrupt:
-        report_error("stopped by SIGINT: nothing was saved")
-        return 130  # 128 and SIGINT
-    except UserError as error:
-        report_in_a_line(error, rank)
-        return 2
-    except Exception as error:
-        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
-            report_in_a_line(error, rank)
-        elif isinstance(error, dist.DistError) or "gloo" in str(error):
-            report_error(f"error: rank {rank} lost another rank; RESUME continues")
-            os._exit(1)  # an ordinary exit would wait for the lost rank
-        else:
-            report_error(traceback.format_exc())
-        return 1
-
-
-# === end: errors ===
-
-
-# === shared: folders ===
-def replace_file(path, data):
-    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
-    part = f"{path}.part"
-    with open(part, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def list_checkpoints(run):
-    """Return the checkpoints in a run's folder, whole or not, the newest first."""
-    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
-
-
-def checkpoint_fault(folder):
-    """Return what is wrong with a checkpoint, or "" if it is whole.
-
-    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
-    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
-    other .pt file that is there, except those that macOS adds in archives (._model.pt).
-    """
-    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
-    if folder.name.startswith("step_") and folder.name != "step_000000":
-        names.add("training.pt")
-    try:
-        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
-        for name in sorted(names):
-            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
-                return f"{name} was changed, or SHA256SUMS does not name it"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
-
-
-def newest_checkpoint(folder):
-    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
-
-    The folder of a checkpoint stands for itself.
-    """
-    candidates = list_checkpoints(folder)
-    if not candidates and not (folder / "model.pt").exists():
-        fault = "has no checkpoint and no model"
-        if (folder / "log.txt").is_file():
-            fault = "ended before its first checkpoint; it may be deleted and started anew"
-        return None, [f"{folder} {fault}"]
-    faults = []
-    for candidate in candidates or [folder]:
-        fault = checkpoint_fault(candidate)
-        if not fault:
-            return candidate, faults
-        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
-    return None, faults
-
-
-# === end: folders ===
-
-
-# === shared: files ===
-def sha256_file(path):
-    """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
-    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
-    return hashlib.sha256(data).hexdigest()
-
-
-def check_json(value, kind, path):
-    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
-    {key: kind}.
-
-    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
-    int is 0 or more, and may stand for a float. path: what the error calls the value.
-    """
-    expected = kind if isinstance(kind, type) else type(kind)
-    is_right = type(value) is expected or (type(value), expected) == (int, float)
-    if not is_right or (expected is int and value < 0):
-        allowed = "int, 0 or more" if expected is int else expected.__name__
-        shown = "missing" if value is None else repr(value)
-        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
-    if isinstance(kind, list):
-        for i, part in enumerate(value):
-            check_json(part, kind[0], f"{path}[{i}]")
-    if isinstance(kind, dict):
-        for key, part in kind.items():
-            name = key.rstrip("?")
-            if key == name or value.get(name) is not None:
-                check_json(value.get(name), part, f"{path}.{name}")
-
-
-# === end: files ===
-
-
-# === shared: tokenizer ===
-@dataclass
-class Tokenizer:
-    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
-
-    After a boundary (a control, unknown or unused token) they are without the space that some
-    SentencePiece models put before every text.
-    """
-
-    file: str  # name of the file that holds the tokenizer; "bytes" needs none
-    content: bytes  # of that file; its SHA-256 tells tokenizers apart
-    bos_id: int
-    pieces: list  # bytes that each token decodes to, b"" for boundaries
-    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
-    # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
-    # begins_with_bos, which encode texts; stop, the ids that end an answer; text_end, that of a text;
-    # template, tool_template, names, which render conversations; unused_templates, template_end.
-    facts: dict
-    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    proto: bytes = b""  # the SentencePiece model, if the file has one
-    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
-    encode_marked: Callable = None
-    roles: dict = None
-
-    def __post_init__(self):
-        self.sha256 = hashlib.sha256(self.content).hexdigest()
-        self.vocab_size = len(self.pieces)
-        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
-        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
-
-
-def read_tokenizer(path, facts):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
-    one, `bytes`.
-
-    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
-    """
-    path = Path(path)
-    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".tiktoken":
-            return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
-    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
-            "o200k_base), or bytes"
-        ) from error
-
-
-def rank_tokenizer(file, content, facts):
-    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
-
-    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
-    `ranks`, or a SentencePiece model is `sentencepiece`.
-    """
-    ranks = content
-    if content.startswith(b"{"):
-        facts = json.loads(content)
-        if "sentencepiece" in facts:
-            proto = base64.b64decode(facts["sentencepiece"])
-            return sentencepiece_tokenizer(file, content, proto, facts)
-        ranks = facts["ranks"]
-    if not facts:
-        raise ValueError("another name than those of published encodings")
-    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
-    for line in ranks.splitlines():
-        piece, rank = line.split()
-        pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
-
-
-def sentencepiece_tokenizer(file, content, proto, facts):
-    """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    if model.bos_id() < 0:
-        raise ValueError("empty, or without the BOS token of every document")
-    pieces = []
-    drops_space = []
-    for i in range(model.vocab_size()):
-        name = model.id_to_piece(i)
-        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
-        if model.is_byte(i):
-            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i):
-            piece = b""
-        pieces.append(piece)
-        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
-        drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
-
-
-# === end: tokenizer ===
-
-
-# === shared: encoding ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-# Published encodings: the hash of their rank file and what that file does not contain. Every
-# document begins with <|endoftext|>. The regular expressions are copied from
-# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
-ENCODINGS = {
-    "gpt2": dict(
-        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        bos_id=50256,
-        vocab_size=50257,  # with all special tokens and unused ids
-        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-    ),
-    "cl100k_base": dict(
-        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        bos_id=100257,
-        vocab_size=100277,  # with all special tokens and unused ids
-        split=(
-            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-        ),
-    ),
-    "o200k_base": dict(
-        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        bos_id=199999,
-        vocab_size=200019,  # with all special tokens and unused ids
-        split=(
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        ),
-    ),
-}
-
-
-# From a run of 999,940 spaces on, the stack of tiktoken's regular expressions overflows.
-LONG_SPACE = re.compile(r"(?<!\s)\s{500000}")
-
-
-class BytePairEncoder:
-    """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
-
-    def __init__(self, tokenizer, facts):
-        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
-        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
-        # Added tokens, of which some are shown as text: no merge makes them.
-        for text in facts.get("added", []):
-            ranks.pop(text.encode(), None)
-        # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
-        # beyond the vocabulary, by which they are found.
-        self.lacking = bytes([byte for byte in range(256) if bytes([byte]) not in ranks])
-        self.vocab_size = tokenizer.vocab_size
-        for byte in self.lacking:
-            ranks[bytes([byte])] = self.vocab_size + byte
-        self.bpe = tiktoken.Encoding(
-            tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
-        )
-        self.split = regex.compile(facts["split"])
-
-    def encode(self, text):
-        """Return the ids of a text without added tokens."""
-        if len(text) < 500_000 or not LONG_SPACE.search(text):
-            ids = self.bpe.encode_ordinary(text)
-            if not self.lacking or max(ids, default=0) < self.vocab_size:
-                return ids
-        ids = []
-        for match in self.split.finditer(text):
-            # What is on both sides of a dropped byte may merge.
-            piece = match[0].encode().translate(None, self.lacking)
-            if piece:
-                ids += self.bpe._encode_single_piece(piece)
-        return ids
-
-
-SPACES = re.compile(r"\s*")
-WORD_CHARACTER = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"
-
-
-class AddedTokens:
-    """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
-
-    def __init__(self, ids, facts):
-        """ids: the text of a token -> its id. facts: maybe `flags`, text of a token -> what it is:
-        single_word, no part of a word; lstrip, rstrip: it takes the spaces before it, behind it.
-        """
-        self.ids = ids
-        self.flags = facts.get("flags", {})
-        longest_first = sorted(ids, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-    def encode(self, text, encode_part):
-        """Return the ids of a text; encode_part: text without added tokens -> ids."""
-        ids = []
-        end = 0  # of the token before
-        for match in self.pattern.finditer(text):
-            flags = self.flags.get(match[0], [])
-            start, stop = match.span()
-            neighbours = text[start - 1 : start] + text[stop : stop + 1]
-            if "single_word" in flags and regex.search(WORD_CHARACTER, neighbours):
-                continue
-            before = text[end:start]
-            if "lstrip" in flags:
-                before = before.rstrip()
-            ids += encode_part(before)
-            ids.append(self.ids[match[0]])
-            end = stop
-            if "rstrip" in flags:
-                end = SPACES.match(text, stop).end()
-        return ids + encode_part(text[end:])
-
-
-def check_unicode(text):
-    """Return a text that has no half of a surrogate pair. Raises UserError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"text {text[error.start :]!r:.20} at character {error.start}: half a surrogate pair, "
-            "which is no Unicode"
-        ) from None
-    return text
-
-
-def load_tokenizer(path):
-    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
-
-
-def add_encoder(tokenizer):
-    """Give a Tokenizer its attributes from `encode` on, and return it.
-
-    roles: the ids of ROLE_TOKENS, {} if it has none. For the others see set_encoders. Raises
-    UserError.
-    """
-    facts = tokenizer.facts
-    if facts.get("sha256", tokenizer.sha256) != tokenizer.sha256:
-        raise UserError(f"tokenizer {tokenizer.file}: is not the published rank file")
-    tokenizer.roles = {}
-    if tokenizer.file == "bytes":
-        set_encoders(tokenizer, lambda text: [4 + byte for byte in text.encode()])
-        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-    elif "split" in facts:
-        set_encoders(tokenizer, BytePairEncoder(tokenizer, facts).encode)
-    else:
-        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
-        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
-        set_encoders(tokenizer, model.encode)
-        for role in ROLE_TOKENS:
-            i = model.piece_to_id(role)
-            # Only control tokens cannot be written in a text, so that no user can forge a role.
-            if model.is_control(i):
-                tokenizer.roles[role] = i
-    return tokenizer
-
-
-def set_encoders(tokenizer, encode_part):
-    """Give a Tokenizer `encode` and `encode_marked`, from a text to ids without BOS.
-
-    Special tokens in a text are plain text for `encode`. For `encode_marked` the added tokens of an
-    imported model are what they stand for. Both raise UserError for half a surrogate pair.
-    encode_part: a text in normal form and without added tokens -> ids.
-    """
-    facts = tokenizer.facts
-
-    def normalize(text):
-        """Return a text in the form in which accents are part of their letters, if it is asked for."""
-        return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
-
-    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-    added = facts.get("added", {})
-    normalized = facts.get("normalized", [])
-    early = {text: i for text, i in added.items() if text not in normalized}
-    late = {normalize(text): added[text] for text in normalized}
-    early_tokens = AddedTokens(early, facts)
-    late_tokens = AddedTokens(late, facts)
-
-    def encode(text):
-        return encode_part(normalize(check_unicode(text)))
-
-    def encode_late(text):
-        return late_tokens.encode(normalize(text), encode_part)
-
-    def encode_marked(text):
-        return early_tokens.encode(check_unicode(text), encode_late)
-
-    tokenizer.encode = encode
-    tokenizer.encode_marked = encode_marked
-
-
-# === end: encoding ===
-
-
-# === shared: roles ===
-def begin_ids(tokenizer):
-    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
-    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
-
-
-def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
-
-    An imported model with a chat template needs none.
-    """
-    if tokenizer.roles or "template" in tokenizer.facts:
-        return tokenizer
-    count = len(ROLE_TOKENS)
-    return replace(
-        tokenizer,
-        pieces=tokenizer.pieces + [b""] * count,
-        drops_space=np.append(tokenizer.drops_space, [False] * count),
-        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
-    )
-
-
-# === end: roles ===
-
-
-# === shared: template ===
-def render_templates():
-    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
-
-    This is the program of a process of its own, see TemplateProcess. Templates are rendered as
-    transformers does. Without values a template is only compiled. A reply is {"text"} or {"fault"}.
-    """
-    import datetime
-    import functools
-    import json
-    import os
-    import re
-    import resource
-    import signal
-    import sys
-
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    # Slurm sends SIGTERM to every process of a job. The run finishes its step, and then closes stdin.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    def render(source, values):
-        # {% generation %} marks answers for other programs. It writes what is in it, as `with` does.
-        template = compiled(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", source))
-        parts = []
-        room = 1 << 24  # letters
-        for part in [] if values is None else template.generate(**values):
-            parts.append(part)
-            room -= len(part)
-            if room < 0:
-                raise jinja2.TemplateError("writes more than 16 million letters")
-        return "".join(parts)
-
-    # Only the arguments that transformers' filter has: others of json.dumps call functions.
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
-        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Programs that shall give the same again are told the date by this variable.
-    if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
-        today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
-        environment.globals["strftime_now"] = today.strftime
-    compiled = functools.cache(environment.from_string)
-    if sys.platform != "darwin":  # macOS refuses it: what it maps into every process is more
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
-    for line in sys.stdin:
-        # After so many seconds of a CPU the system ends the process, in an operation of C, too.
-        signal.setitimer(signal.ITIMER_PROF, 3)
-        try:
-            reply = {"text": render(*json.loads(line))}
-        except jinja2.TemplateError as error:
-            reply = {"fault": str(error)}
-        except Exception as error:  # whatever a template does is the template's fault
-            reply = {"fault": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), flush=True)
-
-
-class TemplateProcess:
-    """Renders chat templates in a process of its own.
-
-    A template is a program that comes with a model. It may loop for ever or ask for any amount of
-    memory, in one operation of C too, and then only its process can be ended.
-    """
-
-    def __init__(self):
-        # The source is read once: the script may be edited while it runs.
-        self.code = inspect.getsource(render_templates) + "render_templates()\n"
-        self.lock = threading.Lock()
-        self.owner = 0
-        self.process = None
-        self.endings = 0
-
-    def ask(self, source, values):
-        """Return the text of a template. Raises UserError."""
-        with self.lock:
-            if self.endings > 2:  # each took seconds, and there may be thousands of rows
-                raise UserError("chat template: took too much time or memory too often")
-            reply = self.exchange(json.dumps([source, values]))
-        if "fault" in reply:
-            fault, *_ = reply["fault"].split("\n")
-            raise UserError(f"chat template: {fault:.300}")
-        return reply["text"]
-
-    def exchange(self, line):
-        """Return the reply to a request, from a process of this process's own (it may have forked)."""
-        if self.owner != os.getpid():
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", self.code],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
-                start_new_session=True,  # a terminal's Ctrl-C does not reach it
-            )
-            self.owner = os.getpid()
-        with contextlib.suppress(BrokenPipeError):
-            print(line, file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
-        if answer:
-            return json.loads(answer)
-        self.owner = 0
-        self.endings += 1
-        code = self.process.wait()
-        reason = f"ended its process (exit code {code})"
-        if code == -signal.SIGPROF:
-            reason = "took more than 3 seconds"
-        return {"fault": reason}
-
-
-@functools.cache
-def template_process():
-    """Return the TemplateProcess. Raises UserError if jinja2 is not installed."""
-    if importlib.util.find_spec("jinja2") is None:
-        raise UserError("the model's chat template needs jinja2: pip install jinja2")
-    return TemplateProcess()
-
-
-def compile_template(source):
-    """Raise UserError for a chat template that is not one of jinja2."""
-    template_process().ask(source, None)
-
-
-def chat_text(tokenizer, turns, ask):
-    """Return the text of turns by the chat template of an imported model, as transformers has it.
-
-    A turn is (role token, text), or (role token, text, fields). `fields` is a dict of the message's own
-    fields, `content` among them; for the template they override the role and the text. Code takes a
-    turn apart as role, text, *fields; dict(*fields) is that dict, or {}. The first message may have the
-    role `tools`; its content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
-    Raises UserError.
-    """
-    messages = [
-        {"role": role.strip("<|>"), "content": text} | dict(*fields)
-        for role, text, *fields in turns
-    ]
-    tools = None
-    if messages and messages[0]["role"] == "tools":
-        tools = messages.pop(0)["content"]
-    values = {
-        "messages": messages,
-        "add_generation_prompt": ask,
-        "tools": tools,
-        "documents": None,
-    }
-    facts = tokenizer.facts
-    source = facts.get("tool_template", facts["template"]) if tools else facts["template"]
-    text = template_process().ask(source, values | facts["names"])
-    if not text.strip():
-        raise UserError("chat template: writes nothing for this conversation")
-    return text
-
-
-# === end: template ===
-
-
-# === shared: ends ===
-def stop_ids(tokenizer):
-    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
-    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
-    if tokenizer.roles:
-        stop.add(tokenizer.roles["<|end|>"])
-    return frozenset(stop)
-
-
-# === end: ends ===
-
-
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
@@ -1855,6 +1154,308 @@ def fill_network(network, tensors):
 # === end: rebuild ===
 
 
+# === shared: files ===
+def sha256_file(path):
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_json(value, kind, path):
+    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
+    {key: kind}.
+
+    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
+    int is 0 or more, and may stand for a float. path: what the error calls the value.
+    """
+    expected = kind if isinstance(kind, type) else type(kind)
+    is_right = type(value) is expected or (type(value), expected) == (int, float)
+    if not is_right or (expected is int and value < 0):
+        allowed = "int, 0 or more" if expected is int else expected.__name__
+        shown = "missing" if value is None else repr(value)
+        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
+    if isinstance(kind, list):
+        for i, part in enumerate(value):
+            check_json(part, kind[0], f"{path}[{i}]")
+    if isinstance(kind, dict):
+        for key, part in kind.items():
+            name = key.rstrip("?")
+            if key == name or value.get(name) is not None:
+                check_json(value.get(name), part, f"{path}.{name}")
+
+
+# === end: files ===
+
+
+# === shared: tokenizer ===
+@dataclass
+class Tokenizer:
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
+
+    After a boundary (a control, unknown or unused token) they are without the space that some
+    SentencePiece models put before every text.
+    """
+
+    file: str  # name of the file that holds the tokenizer; "bytes" needs none
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
+    bos_id: int
+    pieces: list  # bytes that each token decodes to, b"" for boundaries
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
+    # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
+    # begins_with_bos, which encode texts; stop, the ids that end an answer; text_end, that of a text;
+    # template, tool_template, names, which render conversations; unused_templates, template_end.
+    facts: dict
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    proto: bytes = b""  # the SentencePiece model, if the file has one
+    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
+    encode_marked: Callable = None
+    roles: dict = None
+
+    def __post_init__(self):
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        self.vocab_size = len(self.pieces)
+        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+
+
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
+    """
+    path = Path(path)
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
+            "o200k_base), or bytes"
+        ) from error
+
+
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
+
+    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
+    `ranks`, or a SentencePiece model is `sentencepiece`.
+    """
+    ranks = content
+    if content.startswith(b"{"):
+        facts = json.loads(content)
+        if "sentencepiece" in facts:
+            proto = base64.b64decode(facts["sentencepiece"])
+            return sentencepiece_tokenizer(file, content, proto, facts)
+        ranks = facts["ranks"]
+    if not facts:
+        raise ValueError("another name than those of published encodings")
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in ranks.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
+
+
+def sentencepiece_tokenizer(file, content, proto, facts):
+    """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    if model.bos_id() < 0:
+        raise ValueError("empty, or without the BOS token of every document")
+    pieces = []
+    drops_space = []
+    for i in range(model.vocab_size()):
+        name = model.id_to_piece(i)
+        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
+        if model.is_byte(i):
+            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
+        elif model.is_control(i) or model.is_unknown(i):
+            piece = b""
+        pieces.append(piece)
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
+        drops_space.append(piece == b" " + model.decode([i]).encode())
+    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
+
+
+# === end: tokenizer ===
+
+
+# === shared: streams ===
+def open_streams():
+    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
+    replaced by the null device, or the next file opened would get its number, and with it what
+    libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_stream(stream):
+    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere.
+    """
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        drop_stream(stream)
+        return error
+    return None
+
+
+# === end: streams ===
+
+
+# === shared: errors ===
+ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
+
+
+def report_error(text):
+    """Write an error to ERROR_LOGS and to stderr."""
+    for log in ERROR_LOGS:
+        log.write(text)
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
+
+
+def is_out_of_memory(error):
+    """Return whether an error says that memory was short."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # PyTorch on a CPU, cuBLAS and cuDNN have no class of their own for it.
+    words = "out of memory|allocate memory|ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
+
+
+def report_in_a_line(error, rank):
+    """Print the first line of an error. If rank 0 has the same one, then only rank 0 prints it."""
+    if rank != "0":
+        time.sleep(5)  # torchrun ends this rank meanwhile
+    message, *_ = (str(error) or type(error).__name__).split("\n")
+    if is_out_of_memory(error):
+        message += (
+            "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
+            "less memory (docs/runs.md has more)"
+        )
+    report_error(f"error: {message}")
+
+
+def exit_code(main):
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
+
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
+    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
+    """
+    rank = os.environ.get("RANK", "0")
+    open_streams()
+    try:
+        try:
+            code = main()
+        except SystemExit as end:  # of --help
+            code = end.code
+        if error := write_stream(sys.stdout, ""):
+            raise type(error)(error.errno, error.strerror, "standard output")
+        return code
+    except BrokenPipeError:
+        drop_stream(sys.stdout)
+        return 141  # 128 and SIGPIPE
+    except KeyboardInterrupt:
+        report_error("stopped by SIGINT: nothing was saved")
+        return 130  # 128 and SIGINT
+    except UserError as error:
+        report_in_a_line(error, rank)
+        return 2
+    except Exception as error:
+        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
+            report_in_a_line(error, rank)
+        elif isinstance(error, dist.DistError) or "gloo" in str(error):
+            report_error(f"error: rank {rank} lost another rank; RESUME continues")
+            os._exit(1)  # an ordinary exit would wait for the lost rank
+        else:
+            report_error(traceback.format_exc())
+        return 1
+
+
+# === end: errors ===
+
+
+# === shared: folders ===
+def replace_file(path, data):
+    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
+    part = f"{path}.part"
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def list_checkpoints(run):
+    """Return the checkpoints in a run's folder, whole or not, the newest first."""
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole.
+
+    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
+    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
+    other .pt file that is there, except those that macOS adds in archives (._model.pt).
+    """
+    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
+    if folder.name.startswith("step_") and folder.name != "step_000000":
+        names.add("training.pt")
+    try:
+        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
+        for name in sorted(names):
+            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
+                return f"{name} was changed, or SHA256SUMS does not name it"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
+
+
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
+    candidates = list_checkpoints(folder)
+    if not candidates and not (folder / "model.pt").exists():
+        fault = "has no checkpoint and no model"
+        if (folder / "log.txt").is_file():
+            fault = "ended before its first checkpoint; it may be deleted and started anew"
+        return None, [f"{folder} {fault}"]
+    faults = []
+    for candidate in candidates or [folder]:
+        fault = checkpoint_fault(candidate)
+        if not fault:
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
+    return None, faults
+
+
+# === end: folders ===
+
+
 # === shared: models ===
 AVERAGES = ("raw", "ema", "swa")  # weights that a checkpoint has
 
@@ -2085,6 +1686,405 @@ def write_folder(out, files):
 
 
 # === end: models ===
+
+
+# === shared: encoding ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+# Published encodings: the hash of their rank file and what that file does not contain. Every
+# document begins with <|endoftext|>. The regular expressions are copied from
+# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
+ENCODINGS = {
+    "gpt2": dict(
+        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        bos_id=50256,
+        vocab_size=50257,  # with all special tokens and unused ids
+        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    ),
+    "cl100k_base": dict(
+        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        bos_id=100257,
+        vocab_size=100277,  # with all special tokens and unused ids
+        split=(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        ),
+    ),
+    "o200k_base": dict(
+        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        bos_id=199999,
+        vocab_size=200019,  # with all special tokens and unused ids
+        split=(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
+}
+
+
+# From a run of 999,940 spaces on, the stack of tiktoken's regular expressions overflows.
+LONG_SPACE = re.compile(r"(?<!\s)\s{500000}")
+
+
+class BytePairEncoder:
+    """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
+
+    def __init__(self, tokenizer, facts):
+        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        # Added tokens, of which some are shown as text: no merge makes them.
+        for text in facts.get("added", []):
+            ranks.pop(text.encode(), None)
+        # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
+        # beyond the vocabulary, by which they are found.
+        self.lacking = bytes([byte for byte in range(256) if bytes([byte]) not in ranks])
+        self.vocab_size = tokenizer.vocab_size
+        for byte in self.lacking:
+            ranks[bytes([byte])] = self.vocab_size + byte
+        self.bpe = tiktoken.Encoding(
+            tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+        )
+        self.split = regex.compile(facts["split"])
+
+    def encode(self, text):
+        """Return the ids of a text without added tokens."""
+        if len(text) < 500_000 or not LONG_SPACE.search(text):
+            ids = self.bpe.encode_ordinary(text)
+            if not self.lacking or max(ids, default=0) < self.vocab_size:
+                return ids
+        ids = []
+        for match in self.split.finditer(text):
+            # What is on both sides of a dropped byte may merge.
+            piece = match[0].encode().translate(None, self.lacking)
+            if piece:
+                ids += self.bpe._encode_single_piece(piece)
+        return ids
+
+
+SPACES = re.compile(r"\s*")
+WORD_CHARACTER = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"
+
+
+class AddedTokens:
+    """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
+
+    def __init__(self, ids, facts):
+        """ids: the text of a token -> its id. facts: maybe `flags`, text of a token -> what it is:
+        single_word, no part of a word; lstrip, rstrip: it takes the spaces before it, behind it.
+        """
+        self.ids = ids
+        self.flags = facts.get("flags", {})
+        longest_first = sorted(ids, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def encode(self, text, encode_part):
+        """Return the ids of a text; encode_part: text without added tokens -> ids."""
+        ids = []
+        end = 0  # of the token before
+        for match in self.pattern.finditer(text):
+            flags = self.flags.get(match[0], [])
+            start, stop = match.span()
+            neighbours = text[start - 1 : start] + text[stop : stop + 1]
+            if "single_word" in flags and regex.search(WORD_CHARACTER, neighbours):
+                continue
+            before = text[end:start]
+            if "lstrip" in flags:
+                before = before.rstrip()
+            ids += encode_part(before)
+            ids.append(self.ids[match[0]])
+            end = stop
+            if "rstrip" in flags:
+                end = SPACES.match(text, stop).end()
+        return ids + encode_part(text[end:])
+
+
+def check_unicode(text):
+    """Return a text that has no half of a surrogate pair. Raises UserError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text {text[error.start :]!r:.20} at character {error.start}: half a surrogate pair, "
+            "which is no Unicode"
+        ) from None
+    return text
+
+
+def load_tokenizer(path):
+    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
+
+
+def add_encoder(tokenizer):
+    """Give a Tokenizer its attributes from `encode` on, and return it.
+
+    roles: the ids of ROLE_TOKENS, {} if it has none. For the others see set_encoders. Raises
+    UserError.
+    """
+    facts = tokenizer.facts
+    if facts.get("sha256", tokenizer.sha256) != tokenizer.sha256:
+        raise UserError(f"tokenizer {tokenizer.file}: is not the published rank file")
+    tokenizer.roles = {}
+    if tokenizer.file == "bytes":
+        set_encoders(tokenizer, lambda text: [4 + byte for byte in text.encode()])
+        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    elif "split" in facts:
+        set_encoders(tokenizer, BytePairEncoder(tokenizer, facts).encode)
+    else:
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
+        set_encoders(tokenizer, model.encode)
+        for role in ROLE_TOKENS:
+            i = model.piece_to_id(role)
+            # Only control tokens cannot be written in a text, so that no user can forge a role.
+            if model.is_control(i):
+                tokenizer.roles[role] = i
+    return tokenizer
+
+
+def set_encoders(tokenizer, encode_part):
+    """Give a Tokenizer `encode` and `encode_marked`, from a text to ids without BOS.
+
+    Special tokens in a text are plain text for `encode`. For `encode_marked` the added tokens of an
+    imported model are what they stand for. Both raise UserError for half a surrogate pair.
+    encode_part: a text in normal form and without added tokens -> ids.
+    """
+    facts = tokenizer.facts
+
+    def normalize(text):
+        """Return a text in the form in which accents are part of their letters, if it is asked for."""
+        return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
+
+    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    added = facts.get("added", {})
+    normalized = facts.get("normalized", [])
+    early = {text: i for text, i in added.items() if text not in normalized}
+    late = {normalize(text): added[text] for text in normalized}
+    early_tokens = AddedTokens(early, facts)
+    late_tokens = AddedTokens(late, facts)
+
+    def encode(text):
+        return encode_part(normalize(check_unicode(text)))
+
+    def encode_late(text):
+        return late_tokens.encode(normalize(text), encode_part)
+
+    def encode_marked(text):
+        return early_tokens.encode(check_unicode(text), encode_late)
+
+    tokenizer.encode = encode
+    tokenizer.encode_marked = encode_marked
+
+
+# === end: encoding ===
+
+
+# === shared: roles ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
+def with_roles(tokenizer):
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return tokenizer
+    count = len(ROLE_TOKENS)
+    return replace(
+        tokenizer,
+        pieces=tokenizer.pieces + [b""] * count,
+        drops_space=np.append(tokenizer.drops_space, [False] * count),
+        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
+    )
+
+
+# === end: roles ===
+
+
+# === shared: template ===
+def render_templates():
+    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
+
+    This is the program of a process of its own, see TemplateProcess. Templates are rendered as
+    transformers does. Without values a template is only compiled. A reply is {"text"} or {"fault"}.
+    """
+    import datetime
+    import functools
+    import json
+    import os
+    import re
+    import resource
+    import signal
+    import sys
+
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    # Slurm sends SIGTERM to every process of a job. The run finishes its step, and then closes stdin.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    def render(source, values):
+        # {% generation %} marks answers for other programs. It writes what is in it, as `with` does.
+        template = compiled(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", source))
+        parts = []
+        room = 1 << 24  # letters
+        for part in [] if values is None else template.generate(**values):
+            parts.append(part)
+            room -= len(part)
+            if room < 0:
+                raise jinja2.TemplateError("writes more than 16 million letters")
+        return "".join(parts)
+
+    # Only the arguments that transformers' filter has: others of json.dumps call functions.
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    # Programs that shall give the same again are told the date by this variable.
+    if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
+        today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
+        environment.globals["strftime_now"] = today.strftime
+    compiled = functools.cache(environment.from_string)
+    if sys.platform != "darwin":  # macOS refuses it: what it maps into every process is more
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+    for line in sys.stdin:
+        # After so many seconds of a CPU the system ends the process, in an operation of C, too.
+        signal.setitimer(signal.ITIMER_PROF, 3)
+        try:
+            reply = {"text": render(*json.loads(line))}
+        except jinja2.TemplateError as error:
+            reply = {"fault": str(error)}
+        except Exception as error:  # whatever a template does is the template's fault
+            reply = {"fault": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)
+
+
+class TemplateProcess:
+    """Renders chat templates in a process of its own.
+
+    A template is a program that comes with a model. It may loop for ever or ask for any amount of
+    memory, in one operation of C too, and then only its process can be ended.
+    """
+
+    def __init__(self):
+        # The source is read once: the script may be edited while it runs.
+        self.code = inspect.getsource(render_templates) + "render_templates()\n"
+        self.lock = threading.Lock()
+        self.owner = 0
+        self.process = None
+        self.endings = 0
+
+    def ask(self, source, values):
+        """Return the text of a template. Raises UserError."""
+        with self.lock:
+            if self.endings > 2:  # each took seconds, and there may be thousands of rows
+                raise UserError("chat template: took too much time or memory too often")
+            reply = self.exchange(json.dumps([source, values]))
+        if "fault" in reply:
+            fault, *_ = reply["fault"].split("\n")
+            raise UserError(f"chat template: {fault:.300}")
+        return reply["text"]
+
+    def exchange(self, line):
+        """Return the reply to a request, from a process of this process's own (it may have forked)."""
+        if self.owner != os.getpid():
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", self.code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it
+            )
+            self.owner = os.getpid()
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if answer:
+            return json.loads(answer)
+        self.owner = 0
+        self.endings += 1
+        code = self.process.wait()
+        reason = f"ended its process (exit code {code})"
+        if code == -signal.SIGPROF:
+            reason = "took more than 3 seconds"
+        return {"fault": reason}
+
+
+@functools.cache
+def template_process():
+    """Return the TemplateProcess. Raises UserError if jinja2 is not installed."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise UserError("the model's chat template needs jinja2: pip install jinja2")
+    return TemplateProcess()
+
+
+def compile_template(source):
+    """Raise UserError for a chat template that is not one of jinja2."""
+    template_process().ask(source, None)
+
+
+def chat_text(tokenizer, turns, ask):
+    """Return the text of turns by the chat template of an imported model, as transformers has it.
+
+    A turn is (role token, text), or (role token, text, fields). `fields` is a dict of the message's own
+    fields, `content` among them; for the template they override the role and the text. Code takes a
+    turn apart as role, text, *fields; dict(*fields) is that dict, or {}. The first message may have the
+    role `tools`; its content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
+    Raises UserError.
+    """
+    messages = [
+        {"role": role.strip("<|>"), "content": text} | dict(*fields)
+        for role, text, *fields in turns
+    ]
+    tools = None
+    if messages and messages[0]["role"] == "tools":
+        tools = messages.pop(0)["content"]
+    values = {
+        "messages": messages,
+        "add_generation_prompt": ask,
+        "tools": tools,
+        "documents": None,
+    }
+    facts = tokenizer.facts
+    source = facts.get("tool_template", facts["template"]) if tools else facts["template"]
+    text = template_process().ask(source, values | facts["names"])
+    if not text.strip():
+        raise UserError("chat template: writes nothing for this conversation")
+    return text
+
+
+# === end: template ===
+
+
+# === shared: ends ===
+def stop_ids(tokenizer):
+    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
+    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
+    if tokenizer.roles:
+        stop.add(tokenizer.roles["<|end|>"])
+    return frozenset(stop)
+
+
+# === end: ends ===
 
 
 # ----------------------------------------------------------------------------------------- layouts

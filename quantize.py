@@ -79,493 +79,6 @@ class UserError(Exception):
     """A mistake of the user. It is printed as one line, and the exit code is 2."""
 
 
-# === shared: streams ===
-def open_streams():
-    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
-    replaced by the null device, or the next file opened would get its number, and with it what
-    libraries print.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
-
-
-def drop_stream(stream):
-    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
-
-
-def write_stream(stream, text):
-    """Write text to a standard stream; return the OSError if nobody takes it, else None.
-
-    From then on the stream leads nowhere.
-    """
-    try:
-        print(text, end="", file=stream, flush=True)
-    except OSError as error:
-        drop_stream(stream)
-        return error
-    return None
-
-
-# === end: streams ===
-
-
-# === shared: device ===
-def hidden_gpus():
-    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
-
-
-def choose_device(choice, local_rank=0):
-    """Return the device of a process, with PyTorch set up for it. Raises UserError.
-
-    choice: of the setting DEVICE. local_rank: number of the process on its machine.
-    """
-    if choice != "cpu" and torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-        if local_rank >= gpus:
-            raise UserError(
-                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
-                "--nproc_per_node), or unset"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    else:
-        device = torch.device("cpu")
-    set_up_device(device)
-    return device
-
-
-def set_up_device(device):
-    """Set PyTorch up for this device; in a program the trainer does it, too."""
-    if device.type == "cuda":
-        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
-        # gradients are NaN (pytorch issue 196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    else:
-        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
-        # mode over when the first parallel operation starts them, so it should come before that.
-        torch.set_flush_denormal(True)
-        # A container may have the time of fewer CPUs (`docker run --cpus`) than there are cores, which
-        # PyTorch counts. Threads wait for each other: more of them than CPUs are many times slower.
-        if "OMP_NUM_THREADS" not in os.environ:
-            with contextlib.suppress(OSError, ValueError):  # there is no limit
-                quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-                torch.set_num_threads(min(quota // period or 1, torch.get_num_threads()))
-
-
-# === end: device ===
-
-
-# === shared: errors ===
-ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
-
-
-def report_error(text):
-    """Write an error to ERROR_LOGS and to stderr."""
-    for log in ERROR_LOGS:
-        log.write(text)
-    write_stream(sys.stdout, "")
-    write_stream(sys.stderr, f"{text}\n")
-
-
-def is_out_of_memory(error):
-    """Return whether an error says that memory was short."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # PyTorch on a CPU, cuBLAS and cuDNN have no class of their own for it.
-    words = "out of memory|allocate memory|ALLOC_FAILED"
-    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
-
-
-def report_in_a_line(error, rank):
-    """Print the first line of an error. If rank 0 has the same one, then only rank 0 prints it."""
-    if rank != "0":
-        time.sleep(5)  # torchrun ends this rank meanwhile
-    message, *_ = (str(error) or type(error).__name__).split("\n")
-    if is_out_of_memory(error):
-        message += (
-            "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
-            "less memory (docs/runs.md has more)"
-        )
-    report_error(f"error: {message}")
-
-
-def exit_code(main):
-    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
-
-    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
-    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
-    """
-    rank = os.environ.get("RANK", "0")
-    open_streams()
-    try:
-        try:
-            code = main()
-        except SystemExit as end:  # of --help
-            code = end.code
-        if error := write_stream(sys.stdout, ""):
-            raise type(error)(error.errno, error.strerror, "standard output")
-        return code
-    except BrokenPipeError:
-        drop_stream(sys.stdout)
-        return 141  # 128 and SIGPIPE
-    except KeyboardInterrupt:
-        report_error("stopped by SIGINT: nothing was saved")
-        return 130  # 128 and SIGINT
-    except UserError as error:
-        report_in_a_line(error, rank)
-        return 2
-    except Exception as error:
-        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
-            report_in_a_line(error, rank)
-        elif isinstance(error, dist.DistError) or "gloo" in str(error):
-            report_error(f"error: rank {rank} lost another rank; RESUME continues")
-            os._exit(1)  # an ordinary exit would wait for the lost rank
-        else:
-            report_error(traceback.format_exc())
-        return 1
-
-
-# === end: errors ===
-
-
-# === shared: folders ===
-def replace_file(path, data):
-    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
-    part = f"{path}.part"
-    with open(part, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def list_checkpoints(run):
-    """Return the checkpoints in a run's folder, whole or not, the newest first."""
-    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
-
-
-def checkpoint_fault(folder):
-    """Return what is wrong with a checkpoint, or "" if it is whole.
-
-    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
-    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
-    other .pt file that is there, except those that macOS adds in archives (._model.pt).
-    """
-    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
-    if folder.name.startswith("step_") and folder.name != "step_000000":
-        names.add("training.pt")
-    try:
-        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
-        for name in sorted(names):
-            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
-                return f"{name} was changed, or SHA256SUMS does not name it"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
-
-
-def newest_checkpoint(folder):
-    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
-
-    The folder of a checkpoint stands for itself.
-    """
-    candidates = list_checkpoints(folder)
-    if not candidates and not (folder / "model.pt").exists():
-        fault = "has no checkpoint and no model"
-        if (folder / "log.txt").is_file():
-            fault = "ended before its first checkpoint; it may be deleted and started anew"
-        return None, [f"{folder} {fault}"]
-    faults = []
-    for candidate in candidates or [folder]:
-        fault = checkpoint_fault(candidate)
-        if not fault:
-            return candidate, faults
-        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
-    return None, faults
-
-
-# === end: folders ===
-
-
-# === shared: files ===
-def sha256_file(path):
-    """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
-    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
-    return hashlib.sha256(data).hexdigest()
-
-
-def check_json(value, kind, path):
-    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
-    {key: kind}.
-
-    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
-    int is 0 or more, and may stand for a float. path: what the error calls the value.
-    """
-    expected = kind if isinstance(kind, type) else type(kind)
-    is_right = type(value) is expected or (type(value), expected) == (int, float)
-    if not is_right or (expected is int and value < 0):
-        allowed = "int, 0 or more" if expected is int else expected.__name__
-        shown = "missing" if value is None else repr(value)
-        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
-    if isinstance(kind, list):
-        for i, part in enumerate(value):
-            check_json(part, kind[0], f"{path}[{i}]")
-    if isinstance(kind, dict):
-        for key, part in kind.items():
-            name = key.rstrip("?")
-            if key == name or value.get(name) is not None:
-                check_json(value.get(name), part, f"{path}.{name}")
-
-
-# === end: files ===
-
-
-# === shared: tokenizer ===
-@dataclass
-class Tokenizer:
-    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
-
-    After a boundary (a control, unknown or unused token) they are without the space that some
-    SentencePiece models put before every text.
-    """
-
-    file: str  # name of the file that holds the tokenizer; "bytes" needs none
-    content: bytes  # of that file; its SHA-256 tells tokenizers apart
-    bos_id: int
-    pieces: list  # bytes that each token decodes to, b"" for boundaries
-    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
-    # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
-    # begins_with_bos, which encode texts; stop, the ids that end an answer; text_end, that of a text;
-    # template, tool_template, names, which render conversations; unused_templates, template_end.
-    facts: dict
-    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    proto: bytes = b""  # the SentencePiece model, if the file has one
-    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
-    encode_marked: Callable = None
-    roles: dict = None
-
-    def __post_init__(self):
-        self.sha256 = hashlib.sha256(self.content).hexdigest()
-        self.vocab_size = len(self.pieces)
-        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
-        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
-
-
-def read_tokenizer(path, facts):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
-    one, `bytes`.
-
-    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
-    """
-    path = Path(path)
-    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".tiktoken":
-            return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
-    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
-            "o200k_base), or bytes"
-        ) from error
-
-
-def rank_tokenizer(file, content, facts):
-    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
-
-    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
-    `ranks`, or a SentencePiece model is `sentencepiece`.
-    """
-    ranks = content
-    if content.startswith(b"{"):
-        facts = json.loads(content)
-        if "sentencepiece" in facts:
-            proto = base64.b64decode(facts["sentencepiece"])
-            return sentencepiece_tokenizer(file, content, proto, facts)
-        ranks = facts["ranks"]
-    if not facts:
-        raise ValueError("another name than those of published encodings")
-    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
-    for line in ranks.splitlines():
-        piece, rank = line.split()
-        pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
-
-
-def sentencepiece_tokenizer(file, content, proto, facts):
-    """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    if model.bos_id() < 0:
-        raise ValueError("empty, or without the BOS token of every document")
-    pieces = []
-    drops_space = []
-    for i in range(model.vocab_size()):
-        name = model.id_to_piece(i)
-        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
-        if model.is_byte(i):
-            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i):
-            piece = b""
-        pieces.append(piece)
-        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
-        drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
-
-
-# === end: tokenizer ===
-
-
-# === shared: data ===
-# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
-SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-
-
-def read_shard(path):
-    """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
-    if not os.path.isfile(path):
-        raise UserError(f"shard {path}: no such file")
-    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
-    kind = SHARD_KINDS.get(tuple(header[:2]))
-    size = os.path.getsize(path) - 1024
-    if not kind or header[-1] < 1 or size != np.dtype(kind).itemsize * int(header[-1]):
-        raise UserError(f"shard {path}: truncated, damaged or empty, or not in llm.c's formats")
-    return np.memmap(path, kind, "r", offset=1024)
-
-
-# What the scripts read of a manifest, see check_json.
-SPLIT_KINDS = {
-    "shards": [{"file": str, "sha256": str}],
-    "tokens": int,
-    "decoded_bytes": int,
-    "source_bytes?": int,  # nobody knows those of FineWeb
-}
-YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
-MANIFEST_KINDS = {
-    "format": int,
-    "name": str,
-    "published": bool,
-    "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
-    "train": SPLIT_KINDS,
-    "val": SPLIT_KINDS,
-    "overlap_documents": int,
-    "yardsticks?": dict.fromkeys(YARDSTICKS, float),
-}
-
-
-def load_manifest(data_path):
-    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none, or if it
-    has not what the scripts read of it.
-    """
-    path = Path(data_path) / "manifest.json"
-    try:
-        manifest = json.loads(path.read_bytes())
-        check_json(manifest, MANIFEST_KINDS, "the manifest")
-        tokenizer = manifest["tokenizer"]
-        if manifest["format"] != 1 or tokenizer["bos_id"] >= tokenizer["vocab_size"]:
-            raise UserError(
-                "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
-            )
-        for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
-            if "/" in file["file"] or not file["file"].isprintable():
-                raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
-    except (OSError, ValueError, RecursionError, UserError) as error:
-        raise UserError(
-            f"{path}: {error}; the folder of data (DATA_PATH) must be one that data/prepare.py TEXTS "
-            "--out FOLDER made, or one of shards, for which data/download.py --manifest writes it"
-        ) from None
-    return manifest
-
-
-def counted_bytes(part):
-    """Return the bytes by which a score of a manifest's split divides.
-
-    They are those that the tokens decode to, but never more than the source has: the text that a
-    tokenizer without a piece for the space decodes to has a third more bytes than its source.
-    """
-    return min(part["decoded_bytes"], part.get("source_bytes") or math.inf)
-
-
-class TokenStream:
-    """Shards read as one circular stream of tokens.
-
-    Raises UserError if a shard has an id that is not below `vocab_size`.
-    """
-
-    def __init__(self, paths, vocab_size):
-        self.paths = paths
-        self.vocab_size = vocab_size
-        # A mapped shard keeps its file open, and often a process may at first have 1,024 open ones.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not take
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self.shards = [read_shard(path) for path in paths]
-        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
-
-    def __len__(self):
-        return self.starts[-1]
-
-    def read(self, start, count):
-        """Return `count` tokens from position `start` on, int64; after the last, the first."""
-        parts = []
-        while count:
-            start %= len(self)
-            shard = np.searchsorted(self.starts, start, "right") - 1
-            part = self.shards[shard][start - self.starts[shard] :][:count]
-            if part.max() >= self.vocab_size:
-                raise UserError(f"shard {self.paths[shard]}: has ids beyond the tokenizer's")
-            parts.append(part)
-            start += len(part)
-            count -= len(part)
-        return np.concatenate(parts, dtype=np.int64)
-
-
-def check_dataset(data_path, manifest):
-    """Return the TokenStreams of training and validation.
-
-    Raises UserError unless the shards are the manifest's.
-    """
-    if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{data_path}/manifest.json: validation documents are also in training")
-    streams = []
-    for split in ("train", "val"):
-        shards = manifest[split]["shards"]
-        paths = [Path(data_path, shard["file"]) for shard in shards]
-        stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
-        if len(stream) != manifest[split]["tokens"] or not shards:
-            raise UserError(
-                f"{data_path}/manifest.json: has another number of tokens than the shards of {split}"
-            )
-        if split == "val":  # training shards may be many gigabytes
-            for path, shard in zip(paths, shards, strict=True):
-                if sha256_file(path) != shard["sha256"]:
-                    raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
-        streams.append(stream)
-    return streams
-
-
-# === end: data ===
-
-
 # === shared: model ===
 FAST = {}  # kernel -> its faster form on this device, see section kernels
 CONV_TAPS = 4  # tokens that GDN's short convolution sees, the current one included
@@ -2125,6 +1638,493 @@ def fill_network(network, tensors):
 
 
 # === end: rebuild ===
+
+
+# === shared: files ===
+def sha256_file(path):
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_json(value, kind, path):
+    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
+    {key: kind}.
+
+    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
+    int is 0 or more, and may stand for a float. path: what the error calls the value.
+    """
+    expected = kind if isinstance(kind, type) else type(kind)
+    is_right = type(value) is expected or (type(value), expected) == (int, float)
+    if not is_right or (expected is int and value < 0):
+        allowed = "int, 0 or more" if expected is int else expected.__name__
+        shown = "missing" if value is None else repr(value)
+        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
+    if isinstance(kind, list):
+        for i, part in enumerate(value):
+            check_json(part, kind[0], f"{path}[{i}]")
+    if isinstance(kind, dict):
+        for key, part in kind.items():
+            name = key.rstrip("?")
+            if key == name or value.get(name) is not None:
+                check_json(value.get(name), part, f"{path}.{name}")
+
+
+# === end: files ===
+
+
+# === shared: tokenizer ===
+@dataclass
+class Tokenizer:
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
+
+    After a boundary (a control, unknown or unused token) they are without the space that some
+    SentencePiece models put before every text.
+    """
+
+    file: str  # name of the file that holds the tokenizer; "bytes" needs none
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
+    bos_id: int
+    pieces: list  # bytes that each token decodes to, b"" for boundaries
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
+    # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
+    # begins_with_bos, which encode texts; stop, the ids that end an answer; text_end, that of a text;
+    # template, tool_template, names, which render conversations; unused_templates, template_end.
+    facts: dict
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    proto: bytes = b""  # the SentencePiece model, if the file has one
+    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
+    encode_marked: Callable = None
+    roles: dict = None
+
+    def __post_init__(self):
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        self.vocab_size = len(self.pieces)
+        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+
+
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
+    """
+    path = Path(path)
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
+            "o200k_base), or bytes"
+        ) from error
+
+
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
+
+    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
+    `ranks`, or a SentencePiece model is `sentencepiece`.
+    """
+    ranks = content
+    if content.startswith(b"{"):
+        facts = json.loads(content)
+        if "sentencepiece" in facts:
+            proto = base64.b64decode(facts["sentencepiece"])
+            return sentencepiece_tokenizer(file, content, proto, facts)
+        ranks = facts["ranks"]
+    if not facts:
+        raise ValueError("another name than those of published encodings")
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in ranks.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
+
+
+def sentencepiece_tokenizer(file, content, proto, facts):
+    """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    if model.bos_id() < 0:
+        raise ValueError("empty, or without the BOS token of every document")
+    pieces = []
+    drops_space = []
+    for i in range(model.vocab_size()):
+        name = model.id_to_piece(i)
+        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
+        if model.is_byte(i):
+            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
+        elif model.is_control(i) or model.is_unknown(i):
+            piece = b""
+        pieces.append(piece)
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
+        drops_space.append(piece == b" " + model.decode([i]).encode())
+    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
+
+
+# === end: tokenizer ===
+
+
+# === shared: data ===
+# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+
+
+def read_shard(path):
+    """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
+    if not os.path.isfile(path):
+        raise UserError(f"shard {path}: no such file")
+    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
+    kind = SHARD_KINDS.get(tuple(header[:2]))
+    size = os.path.getsize(path) - 1024
+    if not kind or header[-1] < 1 or size != np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated, damaged or empty, or not in llm.c's formats")
+    return np.memmap(path, kind, "r", offset=1024)
+
+
+# What the scripts read of a manifest, see check_json.
+SPLIT_KINDS = {
+    "shards": [{"file": str, "sha256": str}],
+    "tokens": int,
+    "decoded_bytes": int,
+    "source_bytes?": int,  # nobody knows those of FineWeb
+}
+YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
+MANIFEST_KINDS = {
+    "format": int,
+    "name": str,
+    "published": bool,
+    "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
+    "train": SPLIT_KINDS,
+    "val": SPLIT_KINDS,
+    "overlap_documents": int,
+    "yardsticks?": dict.fromkeys(YARDSTICKS, float),
+}
+
+
+def load_manifest(data_path):
+    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none, or if it
+    has not what the scripts read of it.
+    """
+    path = Path(data_path) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        check_json(manifest, MANIFEST_KINDS, "the manifest")
+        tokenizer = manifest["tokenizer"]
+        if manifest["format"] != 1 or tokenizer["bos_id"] >= tokenizer["vocab_size"]:
+            raise UserError(
+                "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
+            )
+        for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
+            if "/" in file["file"] or not file["file"].isprintable():
+                raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
+    except (OSError, ValueError, RecursionError, UserError) as error:
+        raise UserError(
+            f"{path}: {error}; the folder of data (DATA_PATH) must be one that data/prepare.py TEXTS "
+            "--out FOLDER made, or one of shards, for which data/download.py --manifest writes it"
+        ) from None
+    return manifest
+
+
+def counted_bytes(part):
+    """Return the bytes by which a score of a manifest's split divides.
+
+    They are those that the tokens decode to, but never more than the source has: the text that a
+    tokenizer without a piece for the space decodes to has a third more bytes than its source.
+    """
+    return min(part["decoded_bytes"], part.get("source_bytes") or math.inf)
+
+
+class TokenStream:
+    """Shards read as one circular stream of tokens.
+
+    Raises UserError if a shard has an id that is not below `vocab_size`.
+    """
+
+    def __init__(self, paths, vocab_size):
+        self.paths = paths
+        self.vocab_size = vocab_size
+        # A mapped shard keeps its file open, and often a process may at first have 1,024 open ones.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not take
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self.shards = [read_shard(path) for path in paths]
+        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
+
+    def __len__(self):
+        return self.starts[-1]
+
+    def read(self, start, count):
+        """Return `count` tokens from position `start` on, int64; after the last, the first."""
+        parts = []
+        while count:
+            start %= len(self)
+            shard = np.searchsorted(self.starts, start, "right") - 1
+            part = self.shards[shard][start - self.starts[shard] :][:count]
+            if part.max() >= self.vocab_size:
+                raise UserError(f"shard {self.paths[shard]}: has ids beyond the tokenizer's")
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts, dtype=np.int64)
+
+
+def check_dataset(data_path, manifest):
+    """Return the TokenStreams of training and validation.
+
+    Raises UserError unless the shards are the manifest's.
+    """
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{data_path}/manifest.json: validation documents are also in training")
+    streams = []
+    for split in ("train", "val"):
+        shards = manifest[split]["shards"]
+        paths = [Path(data_path, shard["file"]) for shard in shards]
+        stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
+        if len(stream) != manifest[split]["tokens"] or not shards:
+            raise UserError(
+                f"{data_path}/manifest.json: has another number of tokens than the shards of {split}"
+            )
+        if split == "val":  # training shards may be many gigabytes
+            for path, shard in zip(paths, shards, strict=True):
+                if sha256_file(path) != shard["sha256"]:
+                    raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
+        streams.append(stream)
+    return streams
+
+
+# === end: data ===
+
+
+# === shared: streams ===
+def open_streams():
+    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
+    replaced by the null device, or the next file opened would get its number, and with it what
+    libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_stream(stream):
+    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere.
+    """
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        drop_stream(stream)
+        return error
+    return None
+
+
+# === end: streams ===
+
+
+# === shared: device ===
+def hidden_gpus():
+    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
+
+
+def choose_device(choice, local_rank=0):
+    """Return the device of a process, with PyTorch set up for it. Raises UserError.
+
+    choice: of the setting DEVICE. local_rank: number of the process on its machine.
+    """
+    if choice != "cpu" and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(
+                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
+                "--nproc_per_node), or unset"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    else:
+        device = torch.device("cpu")
+    set_up_device(device)
+    return device
+
+
+def set_up_device(device):
+    """Set PyTorch up for this device; in a program the trainer does it, too."""
+    if device.type == "cuda":
+        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
+        # gradients are NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
+        # mode over when the first parallel operation starts them, so it should come before that.
+        torch.set_flush_denormal(True)
+        # A container may have the time of fewer CPUs (`docker run --cpus`) than there are cores, which
+        # PyTorch counts. Threads wait for each other: more of them than CPUs are many times slower.
+        if "OMP_NUM_THREADS" not in os.environ:
+            with contextlib.suppress(OSError, ValueError):  # there is no limit
+                quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+                torch.set_num_threads(min(quota // period or 1, torch.get_num_threads()))
+
+
+# === end: device ===
+
+
+# === shared: errors ===
+ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
+
+
+def report_error(text):
+    """Write an error to ERROR_LOGS and to stderr."""
+    for log in ERROR_LOGS:
+        log.write(text)
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
+
+
+def is_out_of_memory(error):
+    """Return whether an error says that memory was short."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # PyTorch on a CPU, cuBLAS and cuDNN have no class of their own for it.
+    words = "out of memory|allocate memory|ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
+
+
+def report_in_a_line(error, rank):
+    """Print the first line of an error. If rank 0 has the same one, then only rank 0 prints it."""
+    if rank != "0":
+        time.sleep(5)  # torchrun ends this rank meanwhile
+    message, *_ = (str(error) or type(error).__name__).split("\n")
+    if is_out_of_memory(error):
+        message += (
+            "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
+            "less memory (docs/runs.md has more)"
+        )
+    report_error(f"error: {message}")
+
+
+def exit_code(main):
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
+
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
+    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
+    """
+    rank = os.environ.get("RANK", "0")
+    open_streams()
+    try:
+        try:
+            code = main()
+        except SystemExit as end:  # of --help
+            code = end.code
+        if error := write_stream(sys.stdout, ""):
+            raise type(error)(error.errno, error.strerror, "standard output")
+        return code
+    except BrokenPipeError:
+        drop_stream(sys.stdout)
+        return 141  # 128 and SIGPIPE
+    except KeyboardInterrupt:
+        report_error("stopped by SIGINT: nothing was saved")
+        return 130  # 128 and SIGINT
+    except UserError as error:
+        report_in_a_line(error, rank)
+        return 2
+    except Exception as error:
+        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
+            report_in_a_line(error, rank)
+        elif isinstance(error, dist.DistError) or "gloo" in str(error):
+            report_error(f"error: rank {rank} lost another rank; RESUME continues")
+            os._exit(1)  # an ordinary exit would wait for the lost rank
+        else:
+            report_error(traceback.format_exc())
+        return 1
+
+
+# === end: errors ===
+
+
+# === shared: folders ===
+def replace_file(path, data):
+    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
+    part = f"{path}.part"
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def list_checkpoints(run):
+    """Return the checkpoints in a run's folder, whole or not, the newest first."""
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole.
+
+    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
+    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
+    other .pt file that is there, except those that macOS adds in archives (._model.pt).
+    """
+    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
+    if folder.name.startswith("step_") and folder.name != "step_000000":
+        names.add("training.pt")
+    try:
+        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
+        for name in sorted(names):
+            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
+                return f"{name} was changed, or SHA256SUMS does not name it"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
+
+
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
+    candidates = list_checkpoints(folder)
+    if not candidates and not (folder / "model.pt").exists():
+        fault = "has no checkpoint and no model"
+        if (folder / "log.txt").is_file():
+            fault = "ended before its first checkpoint; it may be deleted and started anew"
+        return None, [f"{folder} {fault}"]
+    faults = []
+    for candidate in candidates or [folder]:
+        fault = checkpoint_fault(candidate)
+        if not fault:
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
+    return None, faults
+
+
+# === end: folders ===
 
 
 # === shared: models ===

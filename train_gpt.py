@@ -9,6 +9,10 @@ A run trains the network, packs it into one artifact file and scores the network
 from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact) and
 result.json. Every setting below is an environment variable or an argument, NAME=value.
 
+The file is in this order: Settings; the model; optimizer and schedule; quantization and artifact;
+data and scores; what surrounds a run (settings parser, ranks, errors, checkpoints, log); at the end
+what chooses a network and an optimizer, and `main`, the training loop.
+
 Sections between `# === shared:` fences are in other scripts too, byte for byte: after a change
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 
@@ -90,7 +94,12 @@ import zstandard
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
+
 # === shared: bounds ===
+class UserError(Exception):
+    """A mistake of the user. It is printed as one line, and the exit code is 2."""
+
+
 Paths = NewType("Paths", str)  # of a setting: a file, a folder or several; `~` is the home folder
 
 
@@ -203,1225 +212,6 @@ class Settings:
             raise UserError(
                 "EVAL_STATEFUL=1: must be 0, because learned positions end at TRAIN_SEQ_LEN"
             )
-
-
-# === shared: settings ===
-class UserError(Exception):
-    """A mistake of the user. It is printed as one line, and the exit code is 2."""
-
-
-# What records of nanoGPT and Parameter Golf have and these scripts have not: it is accepted at 0.
-ABSENT_FEATURES = (
-    "ADAM_WD",
-    "CASEOPS_ENABLED",
-    "DROPOUT",
-    "GATED_ATTN_ENABLED",
-    "GPTQ_CALIBRATION_BATCHES",
-    "LN_SCALE",
-    "LORA_DROPOUT",
-    "MTP_NUM_HEADS",
-    "NUM_LOOPS",
-    "PARALLEL_START_LAYER",
-    "PHASED_TTT_ENABLED",
-    "RECUR_LAYERS",
-    "RECUR_START_STEP",
-    "SMEAR_GATE_ENABLED",
-    "SPARSE_ATTN_GATE_ENABLED",
-    "VE_ENABLED",
-    "XSA_LAST_N",
-)
-
-# Names that nanoGPT, modded-nanogpt, Parameter Golf, TRL and older versions of these scripts use.
-# In the environment they are errors, not ignored in silence. A text is the setting, here or in
-# another script, that does the same job. A number is the value of a constant: the name is accepted
-# with this value, so that pasted commands run.
-OTHER_NAMES = {
-    "ADAM_EPS": 1e-8,
-    "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
-    "BETA": "KL_BETA",
-    "BETA1": 0.9,
-    "BETA2": 0.99,
-    "BIGRAM_DIM": 64,
-    "BLOCK_SIZE": "TRAIN_SEQ_LEN",
-    "DATASET": "DATA_PATH",
-    "EMA_DECAY": "EMA",
-    "EMA_ENABLED": "EMA",
-    "EMBED_BITS": 8,
-    "EMBED_LR": "TIED_EMBED_LR",
-    "ENTROPY_COEFF": "ENTROPY_BETA",
-    "ENT_COEF": "ENTROPY_BETA",
-    "EPSILON": "LEFT_CLIP_RANGE",
-    "EPSILON_HIGH": "RIGHT_CLIP_RANGE",
-    "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "EVAL_STEPS": "VAL_LOSS_EVERY",
-    "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
-    "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
-    "GRADIENT_CHECKPOINTING": "ACTIVATION_CHECKPOINTING",
-    "GRAD_CLIP": "GRAD_CLIP_NORM",
-    "HOLDOUT_TOKENS": 131072,
-    "KL_COEF": "KL_BETA",
-    "LATE_QAT": "QAT",
-    "LATE_QAT_THRESHOLD": "QAT",
-    "LEARNING_RATE": "MATRIX_LR",
-    "LOGIT_SOFTCAP": 30.0,
-    "LOG_SECONDS": 10.0,
-    "LORA_R": "LORA_RANK",
-    "LOSS_TYPE": "REDUCTION",
-    "LR": "LEARNING_RATE",
-    "LR_SCHEDULER_TYPE": "LR_SCHEDULE",
-    "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
-    "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
-    "MAX_ITERS": "ITERATIONS",
-    "MAX_LENGTH": "TRAIN_SEQ_LEN",
-    "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "MAX_STEPS": "ITERATIONS",
-    "MIN_LR": "LR_FLOOR",
-    "MODEL_NAME_OR_PATH": "INIT_FROM",
-    "MUON_BACKEND_STEPS": 5,
-    "MUON_MOMENTUM": 0.95,
-    "MUON_MOMENTUM_WARMUP_START": 0.85,
-    "MUON_MOMENTUM_WARMUP_STEPS": "MUON_WARMUP_FRAC",
-    "MUON_WARMUP_FRAC": 0.05,
-    "MUON_WEIGHT_DECAY": "MUON_WD",
-    "NUM_GENERATIONS": "GROUP_SIZE",
-    "NUM_ITERATIONS": "EPOCHS",
-    "NUM_TRAIN_EPOCHS": "ITERATIONS",
-    "N_EMBD": "MODEL_DIM",
-    "N_HEAD": "NUM_HEADS",
-    "N_LAYER": "NUM_LAYERS",
-    "OUTPUT_DIR": "OUT_DIR",
-    "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH_TOKENS",
-    "QAT_ENABLED": "QAT",
-    "QK_NORM": "QK_GAIN_INIT",
-    "REPORT_TO": "TRACKER",
-    "ROPE_BASE": 10000.0,
-    "SAVE_STEPS": "SAVE_EVERY",
-    "SEQ_LEN": "TRAIN_SEQ_LEN",
-    "SWA_ENABLED": "SWA",
-    "SWA_EVERY": "SWA",
-    "TIED_EMBED_INIT_STD": 0.005,
-    "TTT_ENABLED": "TTT_LORA_RANK",
-    "TTT_LORA_RANK": 0,
-    "USE_PEFT": "LORA_RANK",
-    "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
-    "WARMUP_ITERS": "WARMUP_FRAC",
-    "WARMUP_RATIO": "WARMUP_FRAC",
-    "WARMUP_STEPS": 2,
-    "WEIGHT_DECAY": "MUON_WD",
-    **dict.fromkeys(ABSENT_FEATURES, 0),
-}
-
-# What does in another program what these constants leave out.
-OTHER_PROGRAMS = {
-    "GPTQ_CALIBRATION_BATCHES": "; python quantize.py pack RUN OUT --gptq DATA does it",
-    "TTT_LORA_RANK": "; python tools/adapt.py RUN scores a finished run with test-time training",
-}
-
-# Names of other projects for what changes no result, so that pasted commands run: how often a line is
-# logged (LOG_SECONDS), the tokens of a batch of validation, and details of test-time training, which
-# tools/adapt.py does.
-HARMLESS_NAMES = (
-    "LOGGING_STEPS",
-    "LOG_INTERVAL",
-    "PER_DEVICE_EVAL_BATCH_SIZE",
-    "TRAIN_LOG_EVERY",
-    "TTT_CHUNK_SIZE",
-    "TTT_EPOCHS",
-    "TTT_LORA_LR",
-    "TTT_LR",
-    "VAL_BATCH_SIZE",
-)
-
-# The settings of all scripts that the table above does not name: one that is meant for another
-# script is an error there. Those of this script are known without it.
-OUR_SETTINGS = {
-    "ARCH_MODE",
-    "ARTIFACT",
-    "ARTIFACT_BYTES_MAX",
-    "ATTN_WINDOW",
-    "BIGRAM_VOCAB_SIZE",
-    "CENTERING",
-    "COMPILE",
-    "CONFIG",
-    "CREDIT",
-    "DEVICE",
-    "DISCOUNT",
-    "DTYPE",
-    "ENVIRONMENT",
-    "EVAL_PROMPTS",
-    "EVAL_SAMPLES",
-    "EVAL_STATEFUL",
-    "EVAL_STRIDE",
-    "GAE_LAMBDA",
-    "GDN_LIGHT",
-    "HEAD_LR",
-    "HELD_OUT",
-    "IMPORTANCE",
-    "KD_ALPHA",
-    "KD_BETA",
-    "KD_LOSS",
-    "KD_TEMPERATURE",
-    "KD_TOP_K",
-    "KERNELS",
-    "KL_SHAPING",
-    "KL_TARGET",
-    "LABEL_SMOOTHING",
-    "LAYER_PATTERN",
-    "LAYOUT",
-    "LORA_ALPHA",
-    "LOSS",
-    "MARGIN",
-    "MARK",
-    "MATRIX_BITS",
-    "MAX_TURNS",
-    "MAX_WALLCLOCK_SECONDS",
-    "MEMORY_SNAPSHOT",
-    "MINI_BATCHES",
-    "MLP",
-    "MLP_MULT",
-    "MODE",
-    "NORM",
-    "NUM_KV_HEADS",
-    "NUM_SAMPLES",
-    "OBJECTIVE",
-    "OPTIMIZER",
-    "PAIRS_PER_STEP",
-    "POSITIONS",
-    "PROMPT",
-    "PROMPTS_PER_STEP",
-    "RATIO_LIMIT",
-    "REPLAY",
-    "RESAMPLE_ROUNDS",
-    "RESUME",
-    "REWARD",
-    "REWARD_MODEL",
-    "REWARD_SECONDS",
-    "ROPE_DIMS",
-    "RUN_ID",
-    "SAMPLES_EVERY",
-    "SCALAR_LR",
-    "SCALE_REWARDS",
-    "SCORE",
-    "SCORE_FILE",
-    "SCORE_JUDGE",
-    "SCORE_MODEL",
-    "SCORE_PATH",
-    "SEED",
-    "SHARD",
-    "STATEFUL",
-    "SYSTEM",
-    "TARGET_VAL_LOSS",
-    "TEACHER",
-    "TEMPERATURE",
-    "TIE_EMBEDDINGS",
-    "TOKENIZER_PATH",
-    "TOKEN_NOISE",
-    "TOOLS",
-    "TOP_K",
-    "TOP_P",
-    "TRAIN_FILES",
-    "TRAIN_ON",
-    "VAL_FILES",
-    "VOCAB_SIZE",
-    "WARMDOWN_ITERS",
-}
-
-
-def setting_text(value):
-    """Return the value of a setting as the environment has it."""
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def parse_setting(setting, text):
-    """Return the value of a setting that is written as text. Raises UserError: what is allowed."""
-    kind = setting.type
-    value = text
-    if kind is str:
-        return text
-    if kind is Paths:
-        # A shell replaces `~` in OUT_DIR=~/x, but not in a config, in quotes or in --out_dir=~/x.
-        return ",".join(map(os.path.expanduser, text.split(",")))
-    if kind in (int, float):
-        low, high = setting.metadata.get("bounds", (0, math.inf))
-        allowed = f"a {'whole ' * (kind is int)}number from {low} to {high}"
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if low <= value <= high and value < math.inf:  # a NaN is in no range
-                return value
-    else:
-        choices = {setting_text(choice): choice for choice in get_args(kind) or (False, True)}
-        allowed = f"one of {', '.join(choices)}"
-        if text in choices:
-            return choices[text]
-    raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
-
-
-def check_settings(settings):
-    """Check all fields of a settings dataclass, which a program may have built. Raises UserError."""
-    for setting in fields(settings):
-        value = getattr(settings, setting.name)
-        kind = type(parse_setting(setting, setting_text(value)))
-        # An int may stand for a float, but no number for a bool and no bool for a number.
-        if type(value) is not kind and (type(value), kind) != (int, float):
-            raise UserError(f"{setting.name.upper()}={value!r}: must be of type {kind.__name__}")
-
-
-def check_name(name, text, names):
-    """Raise UserError for a name that is no setting, with the one that was probably meant.
-
-    A name for a constant is accepted with the constant's value, and a harmless one with any.
-    """
-    if name in HARMLESS_NAMES:
-        print(f"note: {name}={text!r} is not used: it changes no result", file=sys.stderr)
-        return
-    meant = name
-    while meant not in names and isinstance(OTHER_NAMES.get(meant), str):
-        meant = OTHER_NAMES[meant]
-    message = f"{name}={text!r}: no setting of this script"
-    close_names = difflib.get_close_matches(meant, names, 1)
-    if meant != name and meant not in names:
-        close_names = []  # another script has it
-    if meant not in names and meant in OTHER_NAMES:
-        with contextlib.suppress(ValueError):
-            if float(text) == OTHER_NAMES[meant]:
-                return
-        message += f", in which {meant} is always {OTHER_NAMES[meant]}"
-        message += OTHER_PROGRAMS.get(meant, "")
-    elif close_names:
-        message += f"; did you mean {close_names[0]}?"
-    raise UserError(
-        f"{message} (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
-    )
-
-
-def read_environment(environ, names):
-    """Return the environment variables that are settings, and those that look meant as settings but
-    are none here: near misses, names in the tables above, numbers that this script has as constants.
-    """
-    constants = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {
-        *names,
-        *constants,
-        *OUR_SETTINGS,
-        *HARMLESS_NAMES,
-        *OTHER_NAMES,
-        *OTHER_NAMES.values(),
-    }
-    ignored = re.findall(r"[^,\s]+", environ.get("IGNORE_ENV", ""))
-    if environ.get("ENVIRONMENT") == "BATCH":  # Slurm and Grid Engine set it in every batch job
-        ignored.append("ENVIRONMENT")
-    return {
-        name: environ[name]
-        for name in sorted(environ.keys() - ignored)
-        if name in known or difflib.get_close_matches(name, names, 1, 0.85)
-    }
-
-
-def read_value(text):
-    """Return the value behind NAME= in a config file, as a shell reads it, except that a value
-    without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
-    """
-    if not re.match(r"\s*['\"]", text):
-        return re.split(r"\s#", text)[0].strip()  # it's and a#b are text
-    words = shlex.split(text, comments=True)
-    if len(words) > 1:
-        raise ValueError("has text behind the closing quotation")
-    return words[0]
-
-
-def read_config(path):
-    """Return the lines NAME=value of a config file. Raises UserError, which names file and line."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # Windows writes a mark
-    except (OSError, ValueError) as error:
-        raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
-    given = {}
-    for number, line in enumerate(lines, 1):
-        if re.match(r"\s*(#|$)", line):
-            continue
-        match = re.fullmatch(r"\s*(?:export\s+)?([^#=\s]+)\s*=(.*)", line)
-        try:
-            if match is None or match[1] in ("CONFIG", *given):
-                raise ValueError("must be NAME=value, each name once, and not CONFIG")
-            given[match[1]] = read_value(match[2])
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {line!r}: {error}") from None
-    return given
-
-
-def read_arguments(arguments):
-    """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
-    given = {}
-    for argument in arguments:
-        name, equals, text = argument.removeprefix("--").partition("=")
-        if not equals and argument.endswith(".env"):
-            name = "CONFIG"
-            text = argument
-        elif not equals:
-            raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
-        if name.upper() in given:
-            raise UserError(f"{argument!r}: the command line has {name.upper()} twice")
-        given[name.upper()] = text
-    return given
-
-
-def load_settings(cls, environ, arguments=(), presets=(), stored=None):
-    """Return the settings of dataclass `cls`: defaults < presets < stored < CONFIG file <
-    environment < arguments.
-
-    presets: NAME of a setting -> choice -> values of other settings. One that is chosen above the
-    CONFIG file replaces the file's values, too. stored: function of the given values (NAME ->
-    value) that returns those of a run or a network that they name.
-    Raises UserError: a wrong value, or a name that is no setting (see check_name).
-    """
-    if "--help" in arguments or "-h" in arguments:
-        print(__doc__)
-        print(inspect.getsource(cls))
-        sys.exit()
-    settings = {setting.name.upper(): setting for setting in fields(cls)}
-    above = {**read_environment(environ, settings), **read_arguments(arguments)}
-    path = os.path.expanduser(above.get("CONFIG", ""))
-    config = read_config(path) if path else {}
-    values = {}
-    for name in presets:
-        chosen = above.get(name, config.get(name))
-        preset = presets[name].get(chosen, {})
-        values.update(preset)
-        if name in above:
-            for replaced in preset:
-                config.pop(replaced.upper(), None)
-    given = {}
-    for name, text in {**config, **above}.items():
-        if name in settings:
-            given[name] = parse_setting(settings[name], text)
-        elif name != "CONFIG":  # a script without this setting reads the file, too
-            check_name(name, text, settings)
-    if stored:
-        values.update(stored(given))
-    values.update({name.lower(): value for name, value in given.items()})
-    # A preset of ARCH_MODE has more fields of the network's shape than there are settings.
-    return cls(**{name: values[name] for name in values.keys() & cls.__dataclass_fields__})
-
-
-# === end: settings ===
-
-
-# === shared: streams ===
-def open_streams():
-    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
-    replaced by the null device, or the next file opened would get its number, and with it what
-    libraries print.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
-
-
-def drop_stream(stream):
-    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
-
-
-def write_stream(stream, text):
-    """Write text to a standard stream; return the OSError if nobody takes it, else None.
-
-    From then on the stream leads nowhere.
-    """
-    try:
-        print(text, end="", file=stream, flush=True)
-    except OSError as error:
-        drop_stream(stream)
-        return error
-    return None
-
-
-# === end: streams ===
-
-
-# === shared: device ===
-def hidden_gpus():
-    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
-
-
-def choose_device(choice, local_rank=0):
-    """Return the device of a process, with PyTorch set up for it. Raises UserError.
-
-    choice: of the setting DEVICE. local_rank: number of the process on its machine.
-    """
-    if choice != "cpu" and torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-        if local_rank >= gpus:
-            raise UserError(
-                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
-                "--nproc_per_node), or unset"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    else:
-        device = torch.device("cpu")
-    set_up_device(device)
-    return device
-
-
-def set_up_device(device):
-    """Set PyTorch up for this device; in a program the trainer does it, too."""
-    if device.type == "cuda":
-        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
-        # gradients are NaN (pytorch issue 196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    else:
-        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
-        # mode over when the first parallel operation starts them, so it should come before that.
-        torch.set_flush_denormal(True)
-        # A container may have the time of fewer CPUs (`docker run --cpus`) than there are cores, which
-        # PyTorch counts. Threads wait for each other: more of them than CPUs are many times slower.
-        if "OMP_NUM_THREADS" not in os.environ:
-            with contextlib.suppress(OSError, ValueError):  # there is no limit
-                quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-                torch.set_num_threads(min(quota // period or 1, torch.get_num_threads()))
-
-
-# === end: device ===
-
-
-# === shared: runtime ===
-# The variables by which torchrun tells a process who it is.
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass
-class Runtime:
-    """Who this process is among the ranks, and the device of its tensors."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    distributed: bool
-
-    def sum(self, tensor):
-        """Sum a tensor over all ranks, in place, and return it."""
-        if self.distributed:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def agree(self, value):
-        """Return rank 0's value on every rank; it may be of any type that pickle takes.
-
-        Every rank waits for rank 0: agree(None) lets none go on before rank 0 has come so far.
-        """
-        values = [value]
-        if self.distributed:
-            dist.broadcast_object_list(values, src=0, device=self.device)
-        return values[0]
-
-    def leave(self):
-        """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
-        if self.distributed:
-            dist.barrier()
-            dist.destroy_process_group()
-
-
-def join_group(device):
-    """Join the process group that the environment describes, if it does, as torchrun (NCCL or gloo).
-
-    Raises UserError for variables that describe none in full.
-    """
-    given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
-    if not {"RANK", "WORLD_SIZE"} & given.keys():
-        return
-    pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
-    hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
-    try:
-        world_size = int(given.get("WORLD_SIZE", 0))  # PyTorch names others that are missing
-        has_rank = 0 <= int(given.get("RANK", -1)) < world_size < 1 << 31
-        if not has_rank or given.get("MASTER_PORT") == "0":
-            raise ValueError("must have a RANK below WORLD_SIZE, and a port")
-        if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-            # Left over from another job, they name ranks that never come. The wait is half an hour.
-            write_stream(sys.stderr, f"{pairs}: waiting for the other ranks; {hint}\n")
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
-    except (ValueError, dist.DistError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{pairs}: the ranks do not meet: {reason:.500}; {hint}") from None
-
-
-def present_runtime(device):
-    """Return the Runtime of this process: of a rank, if it has joined a group, or of it alone."""
-    if dist.is_initialized():
-        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
-    return Runtime(0, 1, device, False)
-
-
-def start_runtime(choice):
-    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process.
-
-    choice: of the setting DEVICE.
-    """
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    if not local_rank.isdecimal():
-        raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
-    device = choose_device(choice, int(local_rank))
-    join_group(device)
-    return present_runtime(device)
-
-
-# === end: runtime ===
-
-
-# === shared: errors ===
-ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
-
-
-def report_error(text):
-    """Write an error to ERROR_LOGS and to stderr."""
-    for log in ERROR_LOGS:
-        log.write(text)
-    write_stream(sys.stdout, "")
-    write_stream(sys.stderr, f"{text}\n")
-
-
-def is_out_of_memory(error):
-    """Return whether an error says that memory was short."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # PyTorch on a CPU, cuBLAS and cuDNN have no class of their own for it.
-    words = "out of memory|allocate memory|ALLOC_FAILED"
-    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
-
-
-def report_in_a_line(error, rank):
-    """Print the first line of an error. If rank 0 has the same one, then only rank 0 prints it."""
-    if rank != "0":
-        time.sleep(5)  # torchrun ends this rank meanwhile
-    message, *_ = (str(error) or type(error).__name__).split("\n")
-    if is_out_of_memory(error):
-        message += (
-            "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
-            "less memory (docs/runs.md has more)"
-        )
-    report_error(f"error: {message}")
-
-
-def exit_code(main):
-    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
-
-    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
-    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
-    """
-    rank = os.environ.get("RANK", "0")
-    open_streams()
-    try:
-        try:
-            code = main()
-        except SystemExit as end:  # of --help
-            code = end.code
-        if error := write_stream(sys.stdout, ""):
-            raise type(error)(error.errno, error.strerror, "standard output")
-        return code
-    except BrokenPipeError:
-        drop_stream(sys.stdout)
-        return 141  # 128 and SIGPIPE
-    except KeyboardInterrupt:
-        report_error("stopped by SIGINT: nothing was saved")
-        return 130  # 128 and SIGINT
-    except UserError as error:
-        report_in_a_line(error, rank)
-        return 2
-    except Exception as error:
-        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
-            report_in_a_line(error, rank)
-        elif isinstance(error, dist.DistError) or "gloo" in str(error):
-            report_error(f"error: rank {rank} lost another rank; RESUME continues")
-            os._exit(1)  # an ordinary exit would wait for the lost rank
-        else:
-            report_error(traceback.format_exc())
-        return 1
-
-
-# === end: errors ===
-
-
-# === shared: folders ===
-def replace_file(path, data):
-    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
-    part = f"{path}.part"
-    with open(part, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def list_checkpoints(run):
-    """Return the checkpoints in a run's folder, whole or not, the newest first."""
-    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
-
-
-def checkpoint_fault(folder):
-    """Return what is wrong with a checkpoint, or "" if it is whole.
-
-    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
-    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
-    other .pt file that is there, except those that macOS adds in archives (._model.pt).
-    """
-    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
-    if folder.name.startswith("step_") and folder.name != "step_000000":
-        names.add("training.pt")
-    try:
-        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
-        for name in sorted(names):
-            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
-                return f"{name} was changed, or SHA256SUMS does not name it"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
-
-
-def newest_checkpoint(folder):
-    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
-
-    The folder of a checkpoint stands for itself.
-    """
-    candidates = list_checkpoints(folder)
-    if not candidates and not (folder / "model.pt").exists():
-        fault = "has no checkpoint and no model"
-        if (folder / "log.txt").is_file():
-            fault = "ended before its first checkpoint; it may be deleted and started anew"
-        return None, [f"{folder} {fault}"]
-    faults = []
-    for candidate in candidates or [folder]:
-        fault = checkpoint_fault(candidate)
-        if not fault:
-            return candidate, faults
-        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
-    return None, faults
-
-
-# === end: folders ===
-
-
-# === shared: machine ===
-def describe_machine(runtime):
-    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    folder = shlex.quote(str(Path(__file__).parent))
-    # Run by a shell, so that a missing git is no error.
-    status, commit = subprocess.getstatusoutput(
-        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
-    )
-    if runtime.device.type == "cuda":
-        hardware = torch.cuda.get_device_name()
-        peak_bytes = torch.cuda.max_memory_allocated()
-    else:
-        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {
-        "commit": "unknown" if status else commit,
-        "hardware": f"{runtime.world_size} x {hardware}",
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-        "peak_memory_mib": peak_bytes / 2**20,
-    }
-
-
-# === end: machine ===
-
-
-# === shared: files ===
-def sha256_file(path):
-    """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
-    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
-    return hashlib.sha256(data).hexdigest()
-
-
-def check_json(value, kind, path):
-    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
-    {key: kind}.
-
-    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
-    int is 0 or more, and may stand for a float. path: what the error calls the value.
-    """
-    expected = kind if isinstance(kind, type) else type(kind)
-    is_right = type(value) is expected or (type(value), expected) == (int, float)
-    if not is_right or (expected is int and value < 0):
-        allowed = "int, 0 or more" if expected is int else expected.__name__
-        shown = "missing" if value is None else repr(value)
-        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
-    if isinstance(kind, list):
-        for i, part in enumerate(value):
-            check_json(part, kind[0], f"{path}[{i}]")
-    if isinstance(kind, dict):
-        for key, part in kind.items():
-            name = key.rstrip("?")
-            if key == name or value.get(name) is not None:
-                check_json(value.get(name), part, f"{path}.{name}")
-
-
-# === end: files ===
-
-
-# === shared: data ===
-# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
-SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-
-
-def read_shard(path):
-    """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
-    if not os.path.isfile(path):
-        raise UserError(f"shard {path}: no such file")
-    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
-    kind = SHARD_KINDS.get(tuple(header[:2]))
-    size = os.path.getsize(path) - 1024
-    if not kind or header[-1] < 1 or size != np.dtype(kind).itemsize * int(header[-1]):
-        raise UserError(f"shard {path}: truncated, damaged or empty, or not in llm.c's formats")
-    return np.memmap(path, kind, "r", offset=1024)
-
-
-# What the scripts read of a manifest, see check_json.
-SPLIT_KINDS = {
-    "shards": [{"file": str, "sha256": str}],
-    "tokens": int,
-    "decoded_bytes": int,
-    "source_bytes?": int,  # nobody knows those of FineWeb
-}
-YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
-MANIFEST_KINDS = {
-    "format": int,
-    "name": str,
-    "published": bool,
-    "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
-    "train": SPLIT_KINDS,
-    "val": SPLIT_KINDS,
-    "overlap_documents": int,
-    "yardsticks?": dict.fromkeys(YARDSTICKS, float),
-}
-
-
-def load_manifest(data_path):
-    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none, or if it
-    has not what the scripts read of it.
-    """
-    path = Path(data_path) / "manifest.json"
-    try:
-        manifest = json.loads(path.read_bytes())
-        check_json(manifest, MANIFEST_KINDS, "the manifest")
-        tokenizer = manifest["tokenizer"]
-        if manifest["format"] != 1 or tokenizer["bos_id"] >= tokenizer["vocab_size"]:
-            raise UserError(
-                "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
-            )
-        for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
-            if "/" in file["file"] or not file["file"].isprintable():
-                raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
-    except (OSError, ValueError, RecursionError, UserError) as error:
-        raise UserError(
-            f"{path}: {error}; the folder of data (DATA_PATH) must be one that data/prepare.py TEXTS "
-            "--out FOLDER made, or one of shards, for which data/download.py --manifest writes it"
-        ) from None
-    return manifest
-
-
-def counted_bytes(part):
-    """Return the bytes by which a score of a manifest's split divides.
-
-    They are those that the tokens decode to, but never more than the source has: the text that a
-    tokenizer without a piece for the space decodes to has a third more bytes than its source.
-    """
-    return min(part["decoded_bytes"], part.get("source_bytes") or math.inf)
-
-
-class TokenStream:
-    """Shards read as one circular stream of tokens.
-
-    Raises UserError if a shard has an id that is not below `vocab_size`.
-    """
-
-    def __init__(self, paths, vocab_size):
-        self.paths = paths
-        self.vocab_size = vocab_size
-        # A mapped shard keeps its file open, and often a process may at first have 1,024 open ones.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not take
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self.shards = [read_shard(path) for path in paths]
-        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
-
-    def __len__(self):
-        return self.starts[-1]
-
-    def read(self, start, count):
-        """Return `count` tokens from position `start` on, int64; after the last, the first."""
-        parts = []
-        while count:
-            start %= len(self)
-            shard = np.searchsorted(self.starts, start, "right") - 1
-            part = self.shards[shard][start - self.starts[shard] :][:count]
-            if part.max() >= self.vocab_size:
-                raise UserError(f"shard {self.paths[shard]}: has ids beyond the tokenizer's")
-            parts.append(part)
-            start += len(part)
-            count -= len(part)
-        return np.concatenate(parts, dtype=np.int64)
-
-
-def check_dataset(data_path, manifest):
-    """Return the TokenStreams of training and validation.
-
-    Raises UserError unless the shards are the manifest's.
-    """
-    if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{data_path}/manifest.json: validation documents are also in training")
-    streams = []
-    for split in ("train", "val"):
-        shards = manifest[split]["shards"]
-        paths = [Path(data_path, shard["file"]) for shard in shards]
-        stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
-        if len(stream) != manifest[split]["tokens"] or not shards:
-            raise UserError(
-                f"{data_path}/manifest.json: has another number of tokens than the shards of {split}"
-            )
-        if split == "val":  # training shards may be many gigabytes
-            for path, shard in zip(paths, shards, strict=True):
-                if sha256_file(path) != shard["sha256"]:
-                    raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
-        streams.append(stream)
-    return streams
-
-
-# === end: data ===
-
-
-# === shared: documents ===
-# The file beside the shards with the bytes of each token: uint32 (2, V), see token_bytes.
-TOKEN_BYTES = "token_bytes.bin"
-
-
-def token_bytes(table, prev, ids):
-    """Return the bytes of each token of `ids` given the token before it, int64, same shape.
-
-    table: (2, V), the bytes that a token decodes to. table[0]: after ordinary text. table[1]: after a
-    token without bytes such as BOS, where SentencePiece's leading space is not part of the text.
-    Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
-    """
-    is_boundary = table[0, prev] == 0
-    return table[is_boundary.astype(int), ids]
-
-
-def document_hashes(stream, bos_id):
-    """Yield a hash of the tokens of every document, in order.
-
-    Tokens before the first BOS belong to no document: a published shard may begin inside one.
-    """
-    begins = []
-    for shard, start in zip(stream.shards, stream.starts, strict=False):
-        begins.extend(start + np.flatnonzero(shard == bos_id))
-    for begin, end in itertools.pairwise([*begins, len(stream)]):
-        yield hashlib.sha256(stream.read(begin, end - begin)).digest()
-
-
-# === end: documents ===
-
-
-# === shared: batches ===
-# Training tokens on which raw, EMA and SWA weights are compared; at most a twentieth of all.
-HOLDOUT_TOKENS = 131072
-
-
-def read_checked(path, sha256, hint):
-    """Return the bytes of a file; the tokenizer `bytes` has none. Raises UserError, with a hint, if
-    they are not those of the SHA-256.
-    """
-    path = Path(path)
-    content = b"underpar bytes 264" if path.name == "bytes" else b""
-    if path.is_file():
-        content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise UserError(f"{path}: missing, or its SHA-256 is not the one of the data; {hint}")
-    return content
-
-
-class DataTokenizer:
-    """What training knows of the tokenizer of its data: its file, and the bytes of its tokens."""
-
-    def __init__(self, folder, facts, path):
-        """facts: of the folder's manifest. path: where its file is; "" for the folder. Raises
-        UserError.
-        """
-        self.file = facts["file"]  # its name; "bytes" has none
-        self.sha256 = facts["sha256"]
-        self.bos_id = facts["bos_id"]
-        # sample.py needs the file beside an artifact.
-        hint = f"must be the tokenizer of {folder}"
-        self.content = read_checked(path or Path(folder, self.file), self.sha256, hint)
-        hint = f"for shards of an older version: python data/prepare.py --token-bytes {folder}"
-        table = read_checked(Path(folder, TOKEN_BYTES), facts.get("token_bytes_sha256"), hint)
-        # (2, V), see token_bytes
-        self.byte_table = np.frombuffer(table, "<u4").astype(np.int64).reshape(2, -1)
-        self.vocab_size = self.byte_table.shape[1]
-
-    def count_bytes(self, tokens):
-        """Return the bytes of all tokens (N,) but the first."""
-        return int(token_bytes(self.byte_table, tokens[:-1], tokens[1:]).sum())
-
-
-@dataclass
-class EvalText:
-    """Tokens that models are scored on, and the bytes by which their score divides."""
-
-    tokens: np.ndarray  # (N,) int64; the first is context and has no score
-    bytes: int
-
-
-@dataclass
-class Dataset:
-    """What DATA_PATH holds, checked; lists have one entry per folder."""
-
-    tokenizer: DataTokenizer
-    manifests: list
-    manifest_sha256: str
-    yardsticks: dict  # scores of count models and compressors; {} for a mixture
-    shares: list  # of the training windows
-    streams: list  # TokenStream of training
-    windows: list  # the numbers of the windows of each stream that train
-    held_out: EvalText  # windows of all streams that do not train, to choose weights on
-    val: EvalText
-
-
-def parse_mixture(data_path):
-    """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
-    text = data_path if ":" in data_path else f"{data_path}:1"
-    folders = []
-    weights = []
-    for part in text.split(","):
-        folder, _, weight = part.strip().rpartition(":")
-        # A weight has a digit above 0.
-        if not folder or not re.fullmatch(r"(?=.*[1-9])\d{0,9}\.?\d{0,99}", weight):
-            raise UserError(
-                f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,… such as a:0.7,b:0.3"
-            )
-        folders.append(folder)
-        weights.append(float(weight))
-    return folders, [weight / sum(weights) for weight in weights]
-
-
-@functools.lru_cache(64)  # a step reads one or two epochs of each folder
-def shuffle(count, *seed):
-    """Return a pseudo-random order of range(count), (count,) int64, which the seed alone decides.
-
-    Any rank and any resumed run has the same. Ten million windows take 80 MB and a second.
-    """
-    return np.random.default_rng(seed).permutation(count)
-
-
-def split_windows(stream, share, settings):
-    """Return the numbers of a stream's windows that train, and of those that are held out.
-
-    Without EMA and SWA there is nothing to choose, and nothing is held out; with them at most a
-    twentieth, from all over the stream: its end may be of one source. The first token of a
-    held-out window may be the last target of a training window. They are scored side by side, so
-    the last target of each is the first token of an unrelated one, for all weights alike.
-
-    A data filter goes below, over `train`. The inputs of window `number` are
-    stream.read(number * seq_len, seq_len). A choice by them and by settings alone is the same on
-    every rank, and in a resumed run if `identity` in main has these settings; a number written here
-    is not compared. It takes a call for each window at every start. Raise UserError if it leaves no
-    window of a folder.
-    """
-    seq_len = settings.train_seq_len
-    windows = shuffle(len(stream) // seq_len, 0)
-    count = 0
-    if settings.ema or settings.swa:
-        wanted = math.ceil(share * HOLDOUT_TOKENS / seq_len)
-        count = min(wanted, len(windows) // 20)
-    train = windows[count:]
-    return train, windows[:count]
-
-
-def check_mixture(pairs, bos_id):
-    """Raise UserError if a validation document of one folder is in the training of another.
-
-    pairs: streams of training and validation. A manifest counts those of its own folder only.
-    """
-    write_stream(sys.stderr, "DATA_PATH: reading all documents, for validation in training\n")
-    val_hashes = [set(document_hashes(val, bos_id)) for _, val in pairs]
-    for i, (train, _) in enumerate(pairs):
-        others = set().union(*val_hashes[:i], *val_hashes[i + 1 :])
-        if not others.isdisjoint(document_hashes(train, bos_id)):
-            raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
-
-
-def validation_text(streams, manifests, tokenizer):
-    """Return the EvalText of all folders' validation, checked by their manifests. Raises UserError."""
-    tokens = np.concatenate([stream.read(0, len(stream)) for stream in streams])
-    if tokens[0] != tokenizer.bos_id:
-        raise UserError(f"validation: begins with token {tokens[0]}, manifest.json has another BOS")
-    decoded = tokenizer.count_bytes(tokens)
-    expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
-    if decoded != expected or not decoded:
-        raise UserError(
-            f"validation: {decoded} bytes, manifest.json says {expected}; must be equal, above 0"
-        )
-    return EvalText(tokens, sum(counted_bytes(manifest["val"]) for manifest in manifests))
-
-
-def open_data(settings, rank=0):
-    """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError.
-
-    rank: of this process; rank 0 checks for all what takes long.
-    """
-    folders, shares = parse_mixture(settings.data_path)
-    manifests = [load_manifest(folder) for folder in folders]
-    tokenizer = DataTokenizer(folders[0], manifests[0]["tokenizer"], settings.tokenizer_path)
-    if settings.vocab_size not in (0, tokenizer.vocab_size):
-        raise UserError(
-            f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
-        )
-    if any(manifest["tokenizer"]["sha256"] != tokenizer.sha256 for manifest in manifests):
-        raise UserError(
-            f"DATA_PATH={settings.data_path!r}: shards of several tokenizers; prepare all folders with "
-            f"one: data/prepare.py --tokenizer {folders[0]}/{tokenizer.file}"
-        )
-    pairs = list(map(check_dataset, folders, manifests))
-    # A resumed run has the manifests of its first start, or check_identity refuses it.
-    if len(pairs) > 1 and rank == 0 and not settings.resume:
-        check_mixture(pairs, tokenizer.bos_id)
-    streams, val_streams = zip(*pairs, strict=True)
-    val = validation_text(val_streams, manifests, tokenizer)
-
-    seq_len = settings.train_seq_len
-    shortest = min(streams, key=len)
-    if seq_len > len(shortest):
-        raise UserError(
-            f"TRAIN_SEQ_LEN={seq_len}: must be at most {len(shortest)}, the training tokens of "
-            f"{Path(shortest.paths[0]).parent}"
-        )
-    twentieth = max(map(len, streams)) // 20
-    if (settings.ema or settings.swa) and seq_len > twentieth:
-        raise UserError(
-            f"TRAIN_SEQ_LEN={seq_len}: no such window is in a twentieth of the training tokens, to "
-            f"choose among raw, EMA and SWA weights on; must be at most {twentieth}, or EMA=0 SWA=0"
-        )
-    windows = []
-    held_out = []
-    for stream, share in zip(streams, shares, strict=True):
-        train, others = split_windows(stream, share, settings)
-        windows.append(train)
-        held_out += [stream.read(number * seq_len, seq_len) for number in others]
-    held_out = np.array(held_out, np.int64).ravel()
-    decoded = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
-    counted_share = val.bytes / decoded  # see counted_bytes; mostly 1
-    held_out_bytes = round(tokenizer.count_bytes(held_out) * counted_share)
-    yardsticks = {}
-    if len(folders) == 1:
-        yardsticks = manifests[0].get("yardsticks") or {}
-    return Dataset(
-        tokenizer=tokenizer,
-        manifests=manifests,
-        manifest_sha256=" + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders),
-        yardsticks=yardsticks,
-        shares=shares,
-        streams=streams,
-        windows=windows,
-        held_out=EvalText(held_out, held_out_bytes),
-        val=val,
-    )
-
-
-def split_rows(first, last, shares):
-    """Yield for each folder the range of its training rows among all rows `first` to `last`.
-
-    Of the first r rows the first folder gets round(share * r), the second its part of the rows that
-    are left, rounded, and so on. So the counts add up, never shrink from row to row, and follow the
-    shares exactly.
-    """
-    share_left = 1.0
-    for share in shares:
-        begin = round(first * share / share_left)
-        end = round(last * share / share_left)
-        yield range(begin, end)
-        first -= begin
-        last -= end
-        share_left -= share
-
-
-class Batches:
-    """The training streams as micro-batches.
-
-    A step reads the same windows whatever the ranks and the micro-batches, resumed or not.
-    """
-
-    def __init__(self, data, settings, runtime):
-        self.data = data
-        self.settings = settings
-        self.runtime = runtime
-        unit = settings.train_seq_len * runtime.world_size
-        if settings.train_batch_tokens % unit:
-            raise UserError(
-                f"TRAIN_BATCH_TOKENS={settings.train_batch_tokens}: must be a multiple of "
-                f"TRAIN_SEQ_LEN x ranks = {unit}"
-            )
-        self.rank_batch_size = settings.train_batch_tokens // unit  # windows per step
-        # Enough to keep a GPU busy; little enough for a CPU's caches.
-        default = 131072 if runtime.device.type == "cuda" else 4096
-        micro_batch_tokens = settings.micro_batch_tokens or default
-        self.limit_micro_batch(micro_batch_tokens // settings.train_seq_len or 1)
-
-    def limit_micro_batch(self, most):
-        """Take the largest micro-batch of at most `most` windows that divides this rank's batch."""
-        self.micro_batch_size = min(most, self.rank_batch_size)
-        while self.rank_batch_size % self.micro_batch_size:
-            self.micro_batch_size -= 1
-
-    def read_rows(self, step):
-        """Return this rank's windows of a step, with their last targets, (rows, seq_len + 1).
-
-        Every epoch of a stream has a pseudo-random order. If windows came in turn, small batches
-        would see the same few documents for dozens of steps: on web text, with 16 windows of 256 a
-        step, that cost 0.091 bits per byte.
-        """
-        seq_len = self.settings.train_seq_len
-        first = (step * self.runtime.world_size + self.runtime.rank) * self.rank_batch_size
-        ranges = split_rows(first, first + self.rank_batch_size, self.data.shares)
-        windows = []
-        for stream, numbers, rows in zip(self.data.streams, self.data.windows, ranges, strict=True):
-            for row in rows:
-                epoch, index = divmod(row, len(numbers))
-                number = numbers[shuffle(len(numbers), self.settings.seed, epoch)[index]]
-                windows.append(stream.read(number * seq_len, seq_len + 1))
-        return torch.from_numpy(np.stack(windows))
-
-    def micro_batches(self, step):
-        """Yield ids and targets of this rank's share of a step, each (micro_batch_size, seq_len), and
-        where a kernel takes them, document_borders.
-        """
-        device = self.runtime.device
-        windows = self.read_rows(step)  # a GPU still has the step before queued meanwhile
-        if device.type == "cuda":
-            windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
-        for part in windows.split(self.micro_batch_size):
-            borders = document_borders(part[:, :-1], self.data.tokenizer.bos_id, device)
-            part = part.to(device, non_blocking=True)
-            # Contiguous, as in evaluation: both run the same compiled graph.
-            yield part[:, :-1].contiguous(), part[:, 1:].contiguous(), *borders
-
-
-# === end: batches ===
 
 
 # === shared: model ===
@@ -3690,6 +2480,1302 @@ def fill_network(network, tensors):
 # === end: rebuild ===
 
 
+# === shared: files ===
+def sha256_file(path):
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_json(value, kind, path):
+    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
+    {key: kind}.
+
+    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
+    int is 0 or more, and may stand for a float. path: what the error calls the value.
+    """
+    expected = kind if isinstance(kind, type) else type(kind)
+    is_right = type(value) is expected or (type(value), expected) == (int, float)
+    if not is_right or (expected is int and value < 0):
+        allowed = "int, 0 or more" if expected is int else expected.__name__
+        shown = "missing" if value is None else repr(value)
+        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
+    if isinstance(kind, list):
+        for i, part in enumerate(value):
+            check_json(part, kind[0], f"{path}[{i}]")
+    if isinstance(kind, dict):
+        for key, part in kind.items():
+            name = key.rstrip("?")
+            if key == name or value.get(name) is not None:
+                check_json(value.get(name), part, f"{path}.{name}")
+
+
+# === end: files ===
+
+
+# === shared: data ===
+# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+
+
+def read_shard(path):
+    """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
+    if not os.path.isfile(path):
+        raise UserError(f"shard {path}: no such file")
+    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
+    kind = SHARD_KINDS.get(tuple(header[:2]))
+    size = os.path.getsize(path) - 1024
+    if not kind or header[-1] < 1 or size != np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated, damaged or empty, or not in llm.c's formats")
+    return np.memmap(path, kind, "r", offset=1024)
+
+
+# What the scripts read of a manifest, see check_json.
+SPLIT_KINDS = {
+    "shards": [{"file": str, "sha256": str}],
+    "tokens": int,
+    "decoded_bytes": int,
+    "source_bytes?": int,  # nobody knows those of FineWeb
+}
+YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
+MANIFEST_KINDS = {
+    "format": int,
+    "name": str,
+    "published": bool,
+    "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
+    "train": SPLIT_KINDS,
+    "val": SPLIT_KINDS,
+    "overlap_documents": int,
+    "yardsticks?": dict.fromkeys(YARDSTICKS, float),
+}
+
+
+def load_manifest(data_path):
+    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none, or if it
+    has not what the scripts read of it.
+    """
+    path = Path(data_path) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        check_json(manifest, MANIFEST_KINDS, "the manifest")
+        tokenizer = manifest["tokenizer"]
+        if manifest["format"] != 1 or tokenizer["bos_id"] >= tokenizer["vocab_size"]:
+            raise UserError(
+                "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
+            )
+        for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
+            if "/" in file["file"] or not file["file"].isprintable():
+                raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
+    except (OSError, ValueError, RecursionError, UserError) as error:
+        raise UserError(
+            f"{path}: {error}; the folder of data (DATA_PATH) must be one that data/prepare.py TEXTS "
+            "--out FOLDER made, or one of shards, for which data/download.py --manifest writes it"
+        ) from None
+    return manifest
+
+
+def counted_bytes(part):
+    """Return the bytes by which a score of a manifest's split divides.
+
+    They are those that the tokens decode to, but never more than the source has: the text that a
+    tokenizer without a piece for the space decodes to has a third more bytes than its source.
+    """
+    return min(part["decoded_bytes"], part.get("source_bytes") or math.inf)
+
+
+class TokenStream:
+    """Shards read as one circular stream of tokens.
+
+    Raises UserError if a shard has an id that is not below `vocab_size`.
+    """
+
+    def __init__(self, paths, vocab_size):
+        self.paths = paths
+        self.vocab_size = vocab_size
+        # A mapped shard keeps its file open, and often a process may at first have 1,024 open ones.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not take
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self.shards = [read_shard(path) for path in paths]
+        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
+
+    def __len__(self):
+        return self.starts[-1]
+
+    def read(self, start, count):
+        """Return `count` tokens from position `start` on, int64; after the last, the first."""
+        parts = []
+        while count:
+            start %= len(self)
+            shard = np.searchsorted(self.starts, start, "right") - 1
+            part = self.shards[shard][start - self.starts[shard] :][:count]
+            if part.max() >= self.vocab_size:
+                raise UserError(f"shard {self.paths[shard]}: has ids beyond the tokenizer's")
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts, dtype=np.int64)
+
+
+def check_dataset(data_path, manifest):
+    """Return the TokenStreams of training and validation.
+
+    Raises UserError unless the shards are the manifest's.
+    """
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{data_path}/manifest.json: validation documents are also in training")
+    streams = []
+    for split in ("train", "val"):
+        shards = manifest[split]["shards"]
+        paths = [Path(data_path, shard["file"]) for shard in shards]
+        stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
+        if len(stream) != manifest[split]["tokens"] or not shards:
+            raise UserError(
+                f"{data_path}/manifest.json: has another number of tokens than the shards of {split}"
+            )
+        if split == "val":  # training shards may be many gigabytes
+            for path, shard in zip(paths, shards, strict=True):
+                if sha256_file(path) != shard["sha256"]:
+                    raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
+        streams.append(stream)
+    return streams
+
+
+# === end: data ===
+
+
+# === shared: documents ===
+# The file beside the shards with the bytes of each token: uint32 (2, V), see token_bytes.
+TOKEN_BYTES = "token_bytes.bin"
+
+
+def token_bytes(table, prev, ids):
+    """Return the bytes of each token of `ids` given the token before it, int64, same shape.
+
+    table: (2, V), the bytes that a token decodes to. table[0]: after ordinary text. table[1]: after a
+    token without bytes such as BOS, where SentencePiece's leading space is not part of the text.
+    Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
+    """
+    is_boundary = table[0, prev] == 0
+    return table[is_boundary.astype(int), ids]
+
+
+def document_hashes(stream, bos_id):
+    """Yield a hash of the tokens of every document, in order.
+
+    Tokens before the first BOS belong to no document: a published shard may begin inside one.
+    """
+    begins = []
+    for shard, start in zip(stream.shards, stream.starts, strict=False):
+        begins.extend(start + np.flatnonzero(shard == bos_id))
+    for begin, end in itertools.pairwise([*begins, len(stream)]):
+        yield hashlib.sha256(stream.read(begin, end - begin)).digest()
+
+
+# === end: documents ===
+
+
+# === shared: batches ===
+# Training tokens on which raw, EMA and SWA weights are compared; at most a twentieth of all.
+HOLDOUT_TOKENS = 131072
+
+
+def read_checked(path, sha256, hint):
+    """Return the bytes of a file; the tokenizer `bytes` has none. Raises UserError, with a hint, if
+    they are not those of the SHA-256.
+    """
+    path = Path(path)
+    content = b"underpar bytes 264" if path.name == "bytes" else b""
+    if path.is_file():
+        content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise UserError(f"{path}: missing, or its SHA-256 is not the one of the data; {hint}")
+    return content
+
+
+class DataTokenizer:
+    """What training knows of the tokenizer of its data: its file, and the bytes of its tokens."""
+
+    def __init__(self, folder, facts, path):
+        """facts: of the folder's manifest. path: where its file is; "" for the folder. Raises
+        UserError.
+        """
+        self.file = facts["file"]  # its name; "bytes" has none
+        self.sha256 = facts["sha256"]
+        self.bos_id = facts["bos_id"]
+        # sample.py needs the file beside an artifact.
+        hint = f"must be the tokenizer of {folder}"
+        self.content = read_checked(path or Path(folder, self.file), self.sha256, hint)
+        hint = f"for shards of an older version: python data/prepare.py --token-bytes {folder}"
+        table = read_checked(Path(folder, TOKEN_BYTES), facts.get("token_bytes_sha256"), hint)
+        # (2, V), see token_bytes
+        self.byte_table = np.frombuffer(table, "<u4").astype(np.int64).reshape(2, -1)
+        self.vocab_size = self.byte_table.shape[1]
+
+    def count_bytes(self, tokens):
+        """Return the bytes of all tokens (N,) but the first."""
+        return int(token_bytes(self.byte_table, tokens[:-1], tokens[1:]).sum())
+
+
+@dataclass
+class EvalText:
+    """Tokens that models are scored on, and the bytes by which their score divides."""
+
+    tokens: np.ndarray  # (N,) int64; the first is context and has no score
+    bytes: int
+
+
+@dataclass
+class Dataset:
+    """What DATA_PATH holds, checked; lists have one entry per folder."""
+
+    tokenizer: DataTokenizer
+    manifests: list
+    manifest_sha256: str
+    yardsticks: dict  # scores of count models and compressors; {} for a mixture
+    shares: list  # of the training windows
+    streams: list  # TokenStream of training
+    windows: list  # the numbers of the windows of each stream that train
+    held_out: EvalText  # windows of all streams that do not train, to choose weights on
+    val: EvalText
+
+
+def parse_mixture(data_path):
+    """Return the folders of DATA_PATH, one folder or `a:0.7,b:0.3`, and their shares."""
+    text = data_path if ":" in data_path else f"{data_path}:1"
+    folders = []
+    weights = []
+    for part in text.split(","):
+        folder, _, weight = part.strip().rpartition(":")
+        # A weight has a digit above 0.
+        if not folder or not re.fullmatch(r"(?=.*[1-9])\d{0,9}\.?\d{0,99}", weight):
+            raise UserError(
+                f"DATA_PATH={data_path!r}: must be a folder or FOLDER:WEIGHT,… such as a:0.7,b:0.3"
+            )
+        folders.append(folder)
+        weights.append(float(weight))
+    return folders, [weight / sum(weights) for weight in weights]
+
+
+@functools.lru_cache(64)  # a step reads one or two epochs of each folder
+def shuffle(count, *seed):
+    """Return a pseudo-random order of range(count), (count,) int64, which the seed alone decides.
+
+    Any rank and any resumed run has the same. Ten million windows take 80 MB and a second.
+    """
+    return np.random.default_rng(seed).permutation(count)
+
+
+def split_windows(stream, share, settings):
+    """Return the numbers of a stream's windows that train, and of those that are held out.
+
+    Without EMA and SWA there is nothing to choose, and nothing is held out; with them at most a
+    twentieth, from all over the stream: its end may be of one source. The first token of a
+    held-out window may be the last target of a training window. They are scored side by side, so
+    the last target of each is the first token of an unrelated one, for all weights alike.
+
+    A data filter goes below, over `train`. The inputs of window `number` are
+    stream.read(number * seq_len, seq_len). A choice by them and by settings alone is the same on
+    every rank, and in a resumed run if `identity` in main has these settings; a number written here
+    is not compared. It takes a call for each window at every start. Raise UserError if it leaves no
+    window of a folder.
+    """
+    seq_len = settings.train_seq_len
+    windows = shuffle(len(stream) // seq_len, 0)
+    count = 0
+    if settings.ema or settings.swa:
+        wanted = math.ceil(share * HOLDOUT_TOKENS / seq_len)
+        count = min(wanted, len(windows) // 20)
+    train = windows[count:]
+    return train, windows[:count]
+
+
+def check_mixture(pairs, bos_id):
+    """Raise UserError if a validation document of one folder is in the training of another.
+
+    pairs: streams of training and validation. A manifest counts those of its own folder only.
+    """
+    write_stream(sys.stderr, "DATA_PATH: reading all documents, for validation in training\n")
+    val_hashes = [set(document_hashes(val, bos_id)) for _, val in pairs]
+    for i, (train, _) in enumerate(pairs):
+        others = set().union(*val_hashes[:i], *val_hashes[i + 1 :])
+        if not others.isdisjoint(document_hashes(train, bos_id)):
+            raise UserError(f"{train.paths[0]}: a document is in another folder's validation")
+
+
+def validation_text(streams, manifests, tokenizer):
+    """Return the EvalText of all folders' validation, checked by their manifests. Raises UserError."""
+    tokens = np.concatenate([stream.read(0, len(stream)) for stream in streams])
+    if tokens[0] != tokenizer.bos_id:
+        raise UserError(f"validation: begins with token {tokens[0]}, manifest.json has another BOS")
+    decoded = tokenizer.count_bytes(tokens)
+    expected = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
+    if decoded != expected or not decoded:
+        raise UserError(
+            f"validation: {decoded} bytes, manifest.json says {expected}; must be equal, above 0"
+        )
+    return EvalText(tokens, sum(counted_bytes(manifest["val"]) for manifest in manifests))
+
+
+def open_data(settings, rank=0):
+    """Return the Dataset of DATA_PATH, checked against its manifests. Raises UserError.
+
+    rank: of this process; rank 0 checks for all what takes long.
+    """
+    folders, shares = parse_mixture(settings.data_path)
+    manifests = [load_manifest(folder) for folder in folders]
+    tokenizer = DataTokenizer(folders[0], manifests[0]["tokenizer"], settings.tokenizer_path)
+    if settings.vocab_size not in (0, tokenizer.vocab_size):
+        raise UserError(
+            f"VOCAB_SIZE={settings.vocab_size}: must be 0 or the tokenizer's {tokenizer.vocab_size}"
+        )
+    if any(manifest["tokenizer"]["sha256"] != tokenizer.sha256 for manifest in manifests):
+        raise UserError(
+            f"DATA_PATH={settings.data_path!r}: shards of several tokenizers; prepare all folders with "
+            f"one: data/prepare.py --tokenizer {folders[0]}/{tokenizer.file}"
+        )
+    pairs = list(map(check_dataset, folders, manifests))
+    # A resumed run has the manifests of its first start, or check_identity refuses it.
+    if len(pairs) > 1 and rank == 0 and not settings.resume:
+        check_mixture(pairs, tokenizer.bos_id)
+    streams, val_streams = zip(*pairs, strict=True)
+    val = validation_text(val_streams, manifests, tokenizer)
+
+    seq_len = settings.train_seq_len
+    shortest = min(streams, key=len)
+    if seq_len > len(shortest):
+        raise UserError(
+            f"TRAIN_SEQ_LEN={seq_len}: must be at most {len(shortest)}, the training tokens of "
+            f"{Path(shortest.paths[0]).parent}"
+        )
+    twentieth = max(map(len, streams)) // 20
+    if (settings.ema or settings.swa) and seq_len > twentieth:
+        raise UserError(
+            f"TRAIN_SEQ_LEN={seq_len}: no such window is in a twentieth of the training tokens, to "
+            f"choose among raw, EMA and SWA weights on; must be at most {twentieth}, or EMA=0 SWA=0"
+        )
+    windows = []
+    held_out = []
+    for stream, share in zip(streams, shares, strict=True):
+        train, others = split_windows(stream, share, settings)
+        windows.append(train)
+        held_out += [stream.read(number * seq_len, seq_len) for number in others]
+    held_out = np.array(held_out, np.int64).ravel()
+    decoded = sum(manifest["val"]["decoded_bytes"] for manifest in manifests)
+    counted_share = val.bytes / decoded  # see counted_bytes; mostly 1
+    held_out_bytes = round(tokenizer.count_bytes(held_out) * counted_share)
+    yardsticks = {}
+    if len(folders) == 1:
+        yardsticks = manifests[0].get("yardsticks") or {}
+    return Dataset(
+        tokenizer=tokenizer,
+        manifests=manifests,
+        manifest_sha256=" + ".join(sha256_file(f"{folder}/manifest.json") for folder in folders),
+        yardsticks=yardsticks,
+        shares=shares,
+        streams=streams,
+        windows=windows,
+        held_out=EvalText(held_out, held_out_bytes),
+        val=val,
+    )
+
+
+def split_rows(first, last, shares):
+    """Yield for each folder the range of its training rows among all rows `first` to `last`.
+
+    Of the first r rows the first folder gets round(share * r), the second its part of the rows that
+    are left, rounded, and so on. So the counts add up, never shrink from row to row, and follow the
+    shares exactly.
+    """
+    share_left = 1.0
+    for share in shares:
+        begin = round(first * share / share_left)
+        end = round(last * share / share_left)
+        yield range(begin, end)
+        first -= begin
+        last -= end
+        share_left -= share
+
+
+class Batches:
+    """The training streams as micro-batches.
+
+    A step reads the same windows whatever the ranks and the micro-batches, resumed or not.
+    """
+
+    def __init__(self, data, settings, runtime):
+        self.data = data
+        self.settings = settings
+        self.runtime = runtime
+        unit = settings.train_seq_len * runtime.world_size
+        if settings.train_batch_tokens % unit:
+            raise UserError(
+                f"TRAIN_BATCH_TOKENS={settings.train_batch_tokens}: must be a multiple of "
+                f"TRAIN_SEQ_LEN x ranks = {unit}"
+            )
+        self.rank_batch_size = settings.train_batch_tokens // unit  # windows per step
+        # Enough to keep a GPU busy; little enough for a CPU's caches.
+        default = 131072 if runtime.device.type == "cuda" else 4096
+        micro_batch_tokens = settings.micro_batch_tokens or default
+        self.limit_micro_batch(micro_batch_tokens // settings.train_seq_len or 1)
+
+    def limit_micro_batch(self, most):
+        """Take the largest micro-batch of at most `most` windows that divides this rank's batch."""
+        self.micro_batch_size = min(most, self.rank_batch_size)
+        while self.rank_batch_size % self.micro_batch_size:
+            self.micro_batch_size -= 1
+
+    def read_rows(self, step):
+        """Return this rank's windows of a step, with their last targets, (rows, seq_len + 1).
+
+        Every epoch of a stream has a pseudo-random order. If windows came in turn, small batches
+        would see the same few documents for dozens of steps: on web text, with 16 windows of 256 a
+        step, that cost 0.091 bits per byte.
+        """
+        seq_len = self.settings.train_seq_len
+        first = (step * self.runtime.world_size + self.runtime.rank) * self.rank_batch_size
+        ranges = split_rows(first, first + self.rank_batch_size, self.data.shares)
+        windows = []
+        for stream, numbers, rows in zip(self.data.streams, self.data.windows, ranges, strict=True):
+            for row in rows:
+                epoch, index = divmod(row, len(numbers))
+                number = numbers[shuffle(len(numbers), self.settings.seed, epoch)[index]]
+                windows.append(stream.read(number * seq_len, seq_len + 1))
+        return torch.from_numpy(np.stack(windows))
+
+    def micro_batches(self, step):
+        """Yield ids and targets of this rank's share of a step, each (micro_batch_size, seq_len), and
+        where a kernel takes them, document_borders.
+        """
+        device = self.runtime.device
+        windows = self.read_rows(step)  # a GPU still has the step before queued meanwhile
+        if device.type == "cuda":
+            windows = windows.pin_memory()  # a copy from other memory would wait for the GPU
+        for part in windows.split(self.micro_batch_size):
+            borders = document_borders(part[:, :-1], self.data.tokenizer.bos_id, device)
+            part = part.to(device, non_blocking=True)
+            # Contiguous, as in evaluation: both run the same compiled graph.
+            yield part[:, :-1].contiguous(), part[:, 1:].contiguous(), *borders
+
+
+# === end: batches ===
+
+
+# === shared: evaluation ===
+@dataclass
+class Score:
+    """A model's score on tokens: `loss` in nats per token, `bpb` in bits per byte."""
+
+    nats: float
+    tokens: int
+    bytes: int
+
+    def __post_init__(self):
+        self.loss = self.nats / self.tokens
+        self.bpb = self.nats / math.log(2) / self.bytes
+
+    def result(self):
+        """Return the score's keys in result.json."""
+        result = {f"val_{name}": value for name, value in vars(self).items()}
+        return {**result, "bytes_per_token": self.bytes / self.tokens}
+
+    def __str__(self):
+        return (
+            f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} "
+            f"bytes:{self.bytes}"
+        )
+
+
+@dataclass
+class Scorer:
+    """Scores models on an EvalText; each of its tokens but the first counts once."""
+
+    bos_id: int
+    runtime: "Runtime"  # its ranks share out the windows
+    seq_len: int  # tokens in a window
+    rows: int  # windows in a forward
+    log: Callable = None  # a Log, which tells how far scoring is
+
+    def score(self, model, text, stride=0):
+        """Return the Score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
+
+        Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
+        the one before it and scores these tokens only, so that they have a longer context.
+        """
+        last = len(text.tokens) - 1
+        end = np.append(np.arange(self.seq_len, last, stride or self.seq_len), last)
+        first = np.append(0, end[:-1])
+        begin = np.maximum(0, end - self.seq_len) if stride else first
+        spans = np.stack([begin, first, end], axis=1)
+        return self.score_spans(model, text, spans, self.rows, self.seq_len)
+
+    @torch.no_grad()
+    def score_spans(self, model, text, spans, rows, length):
+        """Return the Score of spans (S, 3): a row sees tokens begin..end and scores first..end.
+
+        A forward has `rows` rows of `length` tokens; 0: of as many as the longest of them has.
+        """
+        tokens = text.tokens
+        device = self.runtime.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
+        spans = spans[self.runtime.rank :: self.runtime.world_size]
+        # Empty rows fill the last forward: windows have one shape, for one compiled graph.
+        padded = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
+        for at in range(0, len(padded), rows):
+            if self.log and self.log.is_due():
+                self.log(f"scored {at:,} of {len(spans):,} windows")
+            begin, first, end = np.hsplit(padded[at : at + rows], 3)  # (rows, 1) each
+            positions = begin + np.arange(length or (end - begin).max())
+            is_scored = (first <= positions) & (positions < end)
+            positions = np.minimum(positions, len(tokens) - 2)  # what fills a short row
+            ids = torch.from_numpy(tokens[positions])
+            # The model's loss of the target -1 is 0.
+            targets = torch.from_numpy(np.where(is_scored, tokens[positions + 1], -1)).to(device)
+            borders = document_borders(ids, self.bos_id, device)
+            losses = model(ids.to(device), targets, *borders)
+            sums += torch.stack([losses.double().sum(), (targets >= 0).sum()])
+        nats, count = self.runtime.sum(sums).tolist()
+        assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
+        return Score(nats, int(count), text.bytes)
+
+
+# === end: evaluation ===
+
+
+# === shared: settings ===
+# What records of nanoGPT and Parameter Golf have and these scripts have not: it is accepted at 0.
+ABSENT_FEATURES = (
+    "ADAM_WD",
+    "CASEOPS_ENABLED",
+    "DROPOUT",
+    "GATED_ATTN_ENABLED",
+    "GPTQ_CALIBRATION_BATCHES",
+    "LN_SCALE",
+    "LORA_DROPOUT",
+    "MTP_NUM_HEADS",
+    "NUM_LOOPS",
+    "PARALLEL_START_LAYER",
+    "PHASED_TTT_ENABLED",
+    "RECUR_LAYERS",
+    "RECUR_START_STEP",
+    "SMEAR_GATE_ENABLED",
+    "SPARSE_ATTN_GATE_ENABLED",
+    "VE_ENABLED",
+    "XSA_LAST_N",
+)
+
+# Names that nanoGPT, modded-nanogpt, Parameter Golf, TRL and older versions of these scripts use.
+# In the environment they are errors, not ignored in silence. A text is the setting, here or in
+# another script, that does the same job. A number is the value of a constant: the name is accepted
+# with this value, so that pasted commands run.
+OTHER_NAMES = {
+    "ADAM_EPS": 1e-8,
+    "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
+    "BETA": "KL_BETA",
+    "BETA1": 0.9,
+    "BETA2": 0.99,
+    "BIGRAM_DIM": 64,
+    "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "DATASET": "DATA_PATH",
+    "EMA_DECAY": "EMA",
+    "EMA_ENABLED": "EMA",
+    "EMBED_BITS": 8,
+    "EMBED_LR": "TIED_EMBED_LR",
+    "ENTROPY_COEFF": "ENTROPY_BETA",
+    "ENT_COEF": "ENTROPY_BETA",
+    "EPSILON": "LEFT_CLIP_RANGE",
+    "EPSILON_HIGH": "RIGHT_CLIP_RANGE",
+    "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "EVAL_STEPS": "VAL_LOSS_EVERY",
+    "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
+    "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
+    "GRADIENT_CHECKPOINTING": "ACTIVATION_CHECKPOINTING",
+    "GRAD_CLIP": "GRAD_CLIP_NORM",
+    "HOLDOUT_TOKENS": 131072,
+    "KL_COEF": "KL_BETA",
+    "LATE_QAT": "QAT",
+    "LATE_QAT_THRESHOLD": "QAT",
+    "LEARNING_RATE": "MATRIX_LR",
+    "LOGIT_SOFTCAP": 30.0,
+    "LOG_SECONDS": 10.0,
+    "LORA_R": "LORA_RANK",
+    "LOSS_TYPE": "REDUCTION",
+    "LR": "LEARNING_RATE",
+    "LR_SCHEDULER_TYPE": "LR_SCHEDULE",
+    "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
+    "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
+    "MAX_ITERS": "ITERATIONS",
+    "MAX_LENGTH": "TRAIN_SEQ_LEN",
+    "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "MAX_STEPS": "ITERATIONS",
+    "MIN_LR": "LR_FLOOR",
+    "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MUON_BACKEND_STEPS": 5,
+    "MUON_MOMENTUM": 0.95,
+    "MUON_MOMENTUM_WARMUP_START": 0.85,
+    "MUON_MOMENTUM_WARMUP_STEPS": "MUON_WARMUP_FRAC",
+    "MUON_WARMUP_FRAC": 0.05,
+    "MUON_WEIGHT_DECAY": "MUON_WD",
+    "NUM_GENERATIONS": "GROUP_SIZE",
+    "NUM_ITERATIONS": "EPOCHS",
+    "NUM_TRAIN_EPOCHS": "ITERATIONS",
+    "N_EMBD": "MODEL_DIM",
+    "N_HEAD": "NUM_HEADS",
+    "N_LAYER": "NUM_LAYERS",
+    "OUTPUT_DIR": "OUT_DIR",
+    "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH_TOKENS",
+    "QAT_ENABLED": "QAT",
+    "QK_NORM": "QK_GAIN_INIT",
+    "REPORT_TO": "TRACKER",
+    "ROPE_BASE": 10000.0,
+    "SAVE_STEPS": "SAVE_EVERY",
+    "SEQ_LEN": "TRAIN_SEQ_LEN",
+    "SWA_ENABLED": "SWA",
+    "SWA_EVERY": "SWA",
+    "TIED_EMBED_INIT_STD": 0.005,
+    "TTT_ENABLED": "TTT_LORA_RANK",
+    "TTT_LORA_RANK": 0,
+    "USE_PEFT": "LORA_RANK",
+    "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
+    "WARMUP_ITERS": "WARMUP_FRAC",
+    "WARMUP_RATIO": "WARMUP_FRAC",
+    "WARMUP_STEPS": 2,
+    "WEIGHT_DECAY": "MUON_WD",
+    **dict.fromkeys(ABSENT_FEATURES, 0),
+}
+
+# What does in another program what these constants leave out.
+OTHER_PROGRAMS = {
+    "GPTQ_CALIBRATION_BATCHES": "; python quantize.py pack RUN OUT --gptq DATA does it",
+    "TTT_LORA_RANK": "; python tools/adapt.py RUN scores a finished run with test-time training",
+}
+
+# Names of other projects for what changes no result, so that pasted commands run: how often a line is
+# logged (LOG_SECONDS), the tokens of a batch of validation, and details of test-time training, which
+# tools/adapt.py does.
+HARMLESS_NAMES = (
+    "LOGGING_STEPS",
+    "LOG_INTERVAL",
+    "PER_DEVICE_EVAL_BATCH_SIZE",
+    "TRAIN_LOG_EVERY",
+    "TTT_CHUNK_SIZE",
+    "TTT_EPOCHS",
+    "TTT_LORA_LR",
+    "TTT_LR",
+    "VAL_BATCH_SIZE",
+)
+
+# The settings of all scripts that the table above does not name: one that is meant for another
+# script is an error there. Those of this script are known without it.
+OUR_SETTINGS = {
+    "ARCH_MODE",
+    "ARTIFACT",
+    "ARTIFACT_BYTES_MAX",
+    "ATTN_WINDOW",
+    "BIGRAM_VOCAB_SIZE",
+    "CENTERING",
+    "COMPILE",
+    "CONFIG",
+    "CREDIT",
+    "DEVICE",
+    "DISCOUNT",
+    "DTYPE",
+    "ENVIRONMENT",
+    "EVAL_PROMPTS",
+    "EVAL_SAMPLES",
+    "EVAL_STATEFUL",
+    "EVAL_STRIDE",
+    "GAE_LAMBDA",
+    "GDN_LIGHT",
+    "HEAD_LR",
+    "HELD_OUT",
+    "IMPORTANCE",
+    "KD_ALPHA",
+    "KD_BETA",
+    "KD_LOSS",
+    "KD_TEMPERATURE",
+    "KD_TOP_K",
+    "KERNELS",
+    "KL_SHAPING",
+    "KL_TARGET",
+    "LABEL_SMOOTHING",
+    "LAYER_PATTERN",
+    "LAYOUT",
+    "LORA_ALPHA",
+    "LOSS",
+    "MARGIN",
+    "MARK",
+    "MATRIX_BITS",
+    "MAX_TURNS",
+    "MAX_WALLCLOCK_SECONDS",
+    "MEMORY_SNAPSHOT",
+    "MINI_BATCHES",
+    "MLP",
+    "MLP_MULT",
+    "MODE",
+    "NORM",
+    "NUM_KV_HEADS",
+    "NUM_SAMPLES",
+    "OBJECTIVE",
+    "OPTIMIZER",
+    "PAIRS_PER_STEP",
+    "POSITIONS",
+    "PROMPT",
+    "PROMPTS_PER_STEP",
+    "RATIO_LIMIT",
+    "REPLAY",
+    "RESAMPLE_ROUNDS",
+    "RESUME",
+    "REWARD",
+    "REWARD_MODEL",
+    "REWARD_SECONDS",
+    "ROPE_DIMS",
+    "RUN_ID",
+    "SAMPLES_EVERY",
+    "SCALAR_LR",
+    "SCALE_REWARDS",
+    "SCORE",
+    "SCORE_FILE",
+    "SCORE_JUDGE",
+    "SCORE_MODEL",
+    "SCORE_PATH",
+    "SEED",
+    "SHARD",
+    "STATEFUL",
+    "SYSTEM",
+    "TARGET_VAL_LOSS",
+    "TEACHER",
+    "TEMPERATURE",
+    "TIE_EMBEDDINGS",
+    "TOKENIZER_PATH",
+    "TOKEN_NOISE",
+    "TOOLS",
+    "TOP_K",
+    "TOP_P",
+    "TRAIN_FILES",
+    "TRAIN_ON",
+    "VAL_FILES",
+    "VOCAB_SIZE",
+    "WARMDOWN_ITERS",
+}
+
+
+def setting_text(value):
+    """Return the value of a setting as the environment has it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def parse_setting(setting, text):
+    """Return the value of a setting that is written as text. Raises UserError: what is allowed."""
+    kind = setting.type
+    value = text
+    if kind is str:
+        return text
+    if kind is Paths:
+        # A shell replaces `~` in OUT_DIR=~/x, but not in a config, in quotes or in --out_dir=~/x.
+        return ",".join(map(os.path.expanduser, text.split(",")))
+    if kind in (int, float):
+        low, high = setting.metadata.get("bounds", (0, math.inf))
+        allowed = f"a {'whole ' * (kind is int)}number from {low} to {high}"
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if low <= value <= high and value < math.inf:  # a NaN is in no range
+                return value
+    else:
+        choices = {setting_text(choice): choice for choice in get_args(kind) or (False, True)}
+        allowed = f"one of {', '.join(choices)}"
+        if text in choices:
+            return choices[text]
+    raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
+
+
+def check_settings(settings):
+    """Check all fields of a settings dataclass, which a program may have built. Raises UserError."""
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        kind = type(parse_setting(setting, setting_text(value)))
+        # An int may stand for a float, but no number for a bool and no bool for a number.
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            raise UserError(f"{setting.name.upper()}={value!r}: must be of type {kind.__name__}")
+
+
+def check_name(name, text, names):
+    """Raise UserError for a name that is no setting, with the one that was probably meant.
+
+    A name for a constant is accepted with the constant's value, and a harmless one with any.
+    """
+    if name in HARMLESS_NAMES:
+        print(f"note: {name}={text!r} is not used: it changes no result", file=sys.stderr)
+        return
+    meant = name
+    while meant not in names and isinstance(OTHER_NAMES.get(meant), str):
+        meant = OTHER_NAMES[meant]
+    message = f"{name}={text!r}: no setting of this script"
+    close_names = difflib.get_close_matches(meant, names, 1)
+    if meant != name and meant not in names:
+        close_names = []  # another script has it
+    if meant not in names and meant in OTHER_NAMES:
+        with contextlib.suppress(ValueError):
+            if float(text) == OTHER_NAMES[meant]:
+                return
+        message += f", in which {meant} is always {OTHER_NAMES[meant]}"
+        message += OTHER_PROGRAMS.get(meant, "")
+    elif close_names:
+        message += f"; did you mean {close_names[0]}?"
+    raise UserError(
+        f"{message} (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
+    )
+
+
+def read_environment(environ, names):
+    """Return the environment variables that are settings, and those that look meant as settings but
+    are none here: near misses, names in the tables above, numbers that this script has as constants.
+    """
+    constants = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {
+        *names,
+        *constants,
+        *OUR_SETTINGS,
+        *HARMLESS_NAMES,
+        *OTHER_NAMES,
+        *OTHER_NAMES.values(),
+    }
+    ignored = re.findall(r"[^,\s]+", environ.get("IGNORE_ENV", ""))
+    if environ.get("ENVIRONMENT") == "BATCH":  # Slurm and Grid Engine set it in every batch job
+        ignored.append("ENVIRONMENT")
+    return {
+        name: environ[name]
+        for name in sorted(environ.keys() - ignored)
+        if name in known or difflib.get_close_matches(name, names, 1, 0.85)
+    }
+
+
+def read_value(text):
+    """Return the value behind NAME= in a config file, as a shell reads it, except that a value
+    without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
+    """
+    if not re.match(r"\s*['\"]", text):
+        return re.split(r"\s#", text)[0].strip()  # it's and a#b are text
+    words = shlex.split(text, comments=True)
+    if len(words) > 1:
+        raise ValueError("has text behind the closing quotation")
+    return words[0]
+
+
+def read_config(path):
+    """Return the lines NAME=value of a config file. Raises UserError, which names file and line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # Windows writes a mark
+    except (OSError, ValueError) as error:
+        raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
+    given = {}
+    for number, line in enumerate(lines, 1):
+        if re.match(r"\s*(#|$)", line):
+            continue
+        match = re.fullmatch(r"\s*(?:export\s+)?([^#=\s]+)\s*=(.*)", line)
+        try:
+            if match is None or match[1] in ("CONFIG", *given):
+                raise ValueError("must be NAME=value, each name once, and not CONFIG")
+            given[match[1]] = read_value(match[2])
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {line!r}: {error}") from None
+    return given
+
+
+def read_arguments(arguments):
+    """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
+    given = {}
+    for argument in arguments:
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if not equals and argument.endswith(".env"):
+            name = "CONFIG"
+            text = argument
+        elif not equals:
+            raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
+        if name.upper() in given:
+            raise UserError(f"{argument!r}: the command line has {name.upper()} twice")
+        given[name.upper()] = text
+    return given
+
+
+def load_settings(cls, environ, arguments=(), presets=(), stored=None):
+    """Return the settings of dataclass `cls`: defaults < presets < stored < CONFIG file <
+    environment < arguments.
+
+    presets: NAME of a setting -> choice -> values of other settings. One that is chosen above the
+    CONFIG file replaces the file's values, too. stored: function of the given values (NAME ->
+    value) that returns those of a run or a network that they name.
+    Raises UserError: a wrong value, or a name that is no setting (see check_name).
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        print(inspect.getsource(cls))
+        sys.exit()
+    settings = {setting.name.upper(): setting for setting in fields(cls)}
+    above = {**read_environment(environ, settings), **read_arguments(arguments)}
+    path = os.path.expanduser(above.get("CONFIG", ""))
+    config = read_config(path) if path else {}
+    values = {}
+    for name in presets:
+        chosen = above.get(name, config.get(name))
+        preset = presets[name].get(chosen, {})
+        values.update(preset)
+        if name in above:
+            for replaced in preset:
+                config.pop(replaced.upper(), None)
+    given = {}
+    for name, text in {**config, **above}.items():
+        if name in settings:
+            given[name] = parse_setting(settings[name], text)
+        elif name != "CONFIG":  # a script without this setting reads the file, too
+            check_name(name, text, settings)
+    if stored:
+        values.update(stored(given))
+    values.update({name.lower(): value for name, value in given.items()})
+    # A preset of ARCH_MODE has more fields of the network's shape than there are settings.
+    return cls(**{name: values[name] for name in values.keys() & cls.__dataclass_fields__})
+
+
+# === end: settings ===
+
+
+# === shared: streams ===
+def open_streams():
+    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
+    replaced by the null device, or the next file opened would get its number, and with it what
+    libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_stream(stream):
+    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere.
+    """
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        drop_stream(stream)
+        return error
+    return None
+
+
+# === end: streams ===
+
+
+# === shared: device ===
+def hidden_gpus():
+    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
+
+
+def choose_device(choice, local_rank=0):
+    """Return the device of a process, with PyTorch set up for it. Raises UserError.
+
+    choice: of the setting DEVICE. local_rank: number of the process on its machine.
+    """
+    if choice != "cpu" and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(
+                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
+                "--nproc_per_node), or unset"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    else:
+        device = torch.device("cpu")
+    set_up_device(device)
+    return device
+
+
+def set_up_device(device):
+    """Set PyTorch up for this device; in a program the trainer does it, too."""
+    if device.type == "cuda":
+        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
+        # gradients are NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
+        # mode over when the first parallel operation starts them, so it should come before that.
+        torch.set_flush_denormal(True)
+        # A container may have the time of fewer CPUs (`docker run --cpus`) than there are cores, which
+        # PyTorch counts. Threads wait for each other: more of them than CPUs are many times slower.
+        if "OMP_NUM_THREADS" not in os.environ:
+            with contextlib.suppress(OSError, ValueError):  # there is no limit
+                quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+                torch.set_num_threads(min(quota // period or 1, torch.get_num_threads()))
+
+
+# === end: device ===
+
+
+# === shared: runtime ===
+# The variables by which torchrun tells a process who it is.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Runtime:
+    """Who this process is among the ranks, and the device of its tensors."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    distributed: bool
+
+    def sum(self, tensor):
+        """Sum a tensor over all ranks, in place, and return it."""
+        if self.distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, value):
+        """Return rank 0's value on every rank; it may be of any type that pickle takes.
+
+        Every rank waits for rank 0: agree(None) lets none go on before rank 0 has come so far.
+        """
+        values = [value]
+        if self.distributed:
+            dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def leave(self):
+        """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
+        if self.distributed:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def join_group(device):
+    """Join the process group that the environment describes, if it does, as torchrun (NCCL or gloo).
+
+    Raises UserError for variables that describe none in full.
+    """
+    given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+    if not {"RANK", "WORLD_SIZE"} & given.keys():
+        return
+    pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
+    hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
+    try:
+        world_size = int(given.get("WORLD_SIZE", 0))  # PyTorch names others that are missing
+        has_rank = 0 <= int(given.get("RANK", -1)) < world_size < 1 << 31
+        if not has_rank or given.get("MASTER_PORT") == "0":
+            raise ValueError("must have a RANK below WORLD_SIZE, and a port")
+        if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            # Left over from another job, they name ranks that never come. The wait is half an hour.
+            write_stream(sys.stderr, f"{pairs}: waiting for the other ranks; {hint}\n")
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+    except (ValueError, dist.DistError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{pairs}: the ranks do not meet: {reason:.500}; {hint}") from None
+
+
+def present_runtime(device):
+    """Return the Runtime of this process: of a rank, if it has joined a group, or of it alone."""
+    if dist.is_initialized():
+        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
+    return Runtime(0, 1, device, False)
+
+
+def start_runtime(choice):
+    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process.
+
+    choice: of the setting DEVICE.
+    """
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if not local_rank.isdecimal():
+        raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
+    device = choose_device(choice, int(local_rank))
+    join_group(device)
+    return present_runtime(device)
+
+
+# === end: runtime ===
+
+
+# === shared: errors ===
+ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
+
+
+def report_error(text):
+    """Write an error to ERROR_LOGS and to stderr."""
+    for log in ERROR_LOGS:
+        log.write(text)
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
+
+
+def is_out_of_memory(error):
+    """Return whether an error says that memory was short."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # PyTorch on a CPU, cuBLAS and cuDNN have no class of their own for it.
+    words = "out of memory|allocate memory|ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
+
+
+def report_in_a_line(error, rank):
+    """Print the first line of an error. If rank 0 has the same one, then only rank 0 prints it."""
+    if rank != "0":
+        time.sleep(5)  # torchrun ends this rank meanwhile
+    message, *_ = (str(error) or type(error).__name__).split("\n")
+    if is_out_of_memory(error):
+        message += (
+            "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
+            "less memory (docs/runs.md has more)"
+        )
+    report_error(f"error: {message}")
+
+
+def exit_code(main):
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
+
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
+    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
+    """
+    rank = os.environ.get("RANK", "0")
+    open_streams()
+    try:
+        try:
+            code = main()
+        except SystemExit as end:  # of --help
+            code = end.code
+        if error := write_stream(sys.stdout, ""):
+            raise type(error)(error.errno, error.strerror, "standard output")
+        return code
+    except BrokenPipeError:
+        drop_stream(sys.stdout)
+        return 141  # 128 and SIGPIPE
+    except KeyboardInterrupt:
+        report_error("stopped by SIGINT: nothing was saved")
+        return 130  # 128 and SIGINT
+    except UserError as error:
+        report_in_a_line(error, rank)
+        return 2
+    except Exception as error:
+        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
+            report_in_a_line(error, rank)
+        elif isinstance(error, dist.DistError) or "gloo" in str(error):
+            report_error(f"error: rank {rank} lost another rank; RESUME continues")
+            os._exit(1)  # an ordinary exit would wait for the lost rank
+        else:
+            report_error(traceback.format_exc())
+        return 1
+
+
+# === end: errors ===
+
+
+# === shared: folders ===
+def replace_file(path, data):
+    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
+    part = f"{path}.part"
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def list_checkpoints(run):
+    """Return the checkpoints in a run's folder, whole or not, the newest first."""
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole.
+
+    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
+    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
+    other .pt file that is there, except those that macOS adds in archives (._model.pt).
+    """
+    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
+    if folder.name.startswith("step_") and folder.name != "step_000000":
+        names.add("training.pt")
+    try:
+        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
+        for name in sorted(names):
+            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
+                return f"{name} was changed, or SHA256SUMS does not name it"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
+
+
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
+    candidates = list_checkpoints(folder)
+    if not candidates and not (folder / "model.pt").exists():
+        fault = "has no checkpoint and no model"
+        if (folder / "log.txt").is_file():
+            fault = "ended before its first checkpoint; it may be deleted and started anew"
+        return None, [f"{folder} {fault}"]
+    faults = []
+    for candidate in candidates or [folder]:
+        fault = checkpoint_fault(candidate)
+        if not fault:
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
+    return None, faults
+
+
+# === end: folders ===
+
+
+# === shared: machine ===
+def describe_machine(runtime):
+    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
+    )
+    if runtime.device.type == "cuda":
+        hardware = torch.cuda.get_device_name()
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "commit": "unknown" if status else commit,
+        "hardware": f"{runtime.world_size} x {hardware}",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "peak_memory_mib": peak_bytes / 2**20,
+    }
+
+
+# === end: machine ===
+
+
 # === shared: stored ===
 @dataclass
 class Stored:
@@ -3802,87 +3888,6 @@ def describe_start(settings, defaults):
 
 
 # === end: starts ===
-
-
-# === shared: evaluation ===
-@dataclass
-class Score:
-    """A model's score on tokens: `loss` in nats per token, `bpb` in bits per byte."""
-
-    nats: float
-    tokens: int
-    bytes: int
-
-    def __post_init__(self):
-        self.loss = self.nats / self.tokens
-        self.bpb = self.nats / math.log(2) / self.bytes
-
-    def result(self):
-        """Return the score's keys in result.json."""
-        result = {f"val_{name}": value for name, value in vars(self).items()}
-        return {**result, "bytes_per_token": self.bytes / self.tokens}
-
-    def __str__(self):
-        return (
-            f"loss:{self.loss:.4f} bpb:{self.bpb:.4f} nats:{self.nats:.1f} tokens:{self.tokens} "
-            f"bytes:{self.bytes}"
-        )
-
-
-@dataclass
-class Scorer:
-    """Scores models on an EvalText; each of its tokens but the first counts once."""
-
-    bos_id: int
-    runtime: Runtime  # its ranks share out the windows
-    seq_len: int  # tokens in a window
-    rows: int  # windows in a forward
-    log: Callable = None  # a Log, which tells how far scoring is
-
-    def score(self, model, text, stride=0):
-        """Return the Score of model(ids, targets) -> losses (B, T), in windows of seq_len tokens.
-
-        Without a stride, windows stand side by side. With one, a window ends `stride` tokens after
-        the one before it and scores these tokens only, so that they have a longer context.
-        """
-        last = len(text.tokens) - 1
-        end = np.append(np.arange(self.seq_len, last, stride or self.seq_len), last)
-        first = np.append(0, end[:-1])
-        begin = np.maximum(0, end - self.seq_len) if stride else first
-        spans = np.stack([begin, first, end], axis=1)
-        return self.score_spans(model, text, spans, self.rows, self.seq_len)
-
-    @torch.no_grad()
-    def score_spans(self, model, text, spans, rows, length):
-        """Return the Score of spans (S, 3): a row sees tokens begin..end and scores first..end.
-
-        A forward has `rows` rows of `length` tokens; 0: of as many as the longest of them has.
-        """
-        tokens = text.tokens
-        device = self.runtime.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
-        spans = spans[self.runtime.rank :: self.runtime.world_size]
-        # Empty rows fill the last forward: windows have one shape, for one compiled graph.
-        padded = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
-        for at in range(0, len(padded), rows):
-            if self.log and self.log.is_due():
-                self.log(f"scored {at:,} of {len(spans):,} windows")
-            begin, first, end = np.hsplit(padded[at : at + rows], 3)  # (rows, 1) each
-            positions = begin + np.arange(length or (end - begin).max())
-            is_scored = (first <= positions) & (positions < end)
-            positions = np.minimum(positions, len(tokens) - 2)  # what fills a short row
-            ids = torch.from_numpy(tokens[positions])
-            # The model's loss of the target -1 is 0.
-            targets = torch.from_numpy(np.where(is_scored, tokens[positions + 1], -1)).to(device)
-            borders = document_borders(ids, self.bos_id, device)
-            losses = model(ids.to(device), targets, *borders)
-            sums += torch.stack([losses.double().sum(), (targets >= 0).sum()])
-        nats, count = self.runtime.sum(sums).tolist()
-        assert count == len(tokens) - 1, f"scored {count:.0f} of {len(tokens) - 1} predictions"
-        return Score(nats, int(count), text.bytes)
-
-
-# === end: evaluation ===
 
 
 # === shared: checkpoint ===

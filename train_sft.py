@@ -15,6 +15,9 @@ run earlier. Guides: docs/sft.md, docs/distillation.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
 log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+The file is in this order: Settings; the model; optimizer and schedule; quantization and artifact;
+what surrounds a run (settings parser, ranks, errors, checkpoints, log); rows of text; at the end,
+without fences, the objective and `main`, the training loop.
 Sections between `# === shared:` fences are in other scripts too, byte for byte (tools/sync.py);
 in a copy of your own change them as you like.
 
@@ -103,7 +106,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
+
 # === shared: bounds ===
+class UserError(Exception):
+    """A mistake of the user. It is printed as one line, and the exit code is 2."""
+
+
 Paths = NewType("Paths", str)  # of a setting: a file, a folder or several; `~` is the home folder
 
 
@@ -203,2156 +211,6 @@ class Settings:
             raise UserError(f"KD_ALPHA=1: must be less, or KD_LOSS={self.kd_loss} trains no head")
         if self.compile and self.teacher:
             raise UserError("COMPILE=1: must be 0 with a TEACHER")
-
-
-# === shared: settings ===
-class UserError(Exception):
-    """A mistake of the user. It is printed as one line, and the exit code is 2."""
-
-
-# What records of nanoGPT and Parameter Golf have and these scripts have not: it is accepted at 0.
-ABSENT_FEATURES = (
-    "ADAM_WD",
-    "CASEOPS_ENABLED",
-    "DROPOUT",
-    "GATED_ATTN_ENABLED",
-    "GPTQ_CALIBRATION_BATCHES",
-    "LN_SCALE",
-    "LORA_DROPOUT",
-    "MTP_NUM_HEADS",
-    "NUM_LOOPS",
-    "PARALLEL_START_LAYER",
-    "PHASED_TTT_ENABLED",
-    "RECUR_LAYERS",
-    "RECUR_START_STEP",
-    "SMEAR_GATE_ENABLED",
-    "SPARSE_ATTN_GATE_ENABLED",
-    "VE_ENABLED",
-    "XSA_LAST_N",
-)
-
-# Names that nanoGPT, modded-nanogpt, Parameter Golf, TRL and older versions of these scripts use.
-# In the environment they are errors, not ignored in silence. A text is the setting, here or in
-# another script, that does the same job. A number is the value of a constant: the name is accepted
-# with this value, so that pasted commands run.
-OTHER_NAMES = {
-    "ADAM_EPS": 1e-8,
-    "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
-    "BETA": "KL_BETA",
-    "BETA1": 0.9,
-    "BETA2": 0.99,
-    "BIGRAM_DIM": 64,
-    "BLOCK_SIZE": "TRAIN_SEQ_LEN",
-    "DATASET": "DATA_PATH",
-    "EMA_DECAY": "EMA",
-    "EMA_ENABLED": "EMA",
-    "EMBED_BITS": 8,
-    "EMBED_LR": "TIED_EMBED_LR",
-    "ENTROPY_COEFF": "ENTROPY_BETA",
-    "ENT_COEF": "ENTROPY_BETA",
-    "EPSILON": "LEFT_CLIP_RANGE",
-    "EPSILON_HIGH": "RIGHT_CLIP_RANGE",
-    "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "EVAL_STEPS": "VAL_LOSS_EVERY",
-    "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
-    "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
-    "GRADIENT_CHECKPOINTING": "ACTIVATION_CHECKPOINTING",
-    "GRAD_CLIP": "GRAD_CLIP_NORM",
-    "HOLDOUT_TOKENS": 131072,
-    "KL_COEF": "KL_BETA",
-    "LATE_QAT": "QAT",
-    "LATE_QAT_THRESHOLD": "QAT",
-    "LEARNING_RATE": "MATRIX_LR",
-    "LOGIT_SOFTCAP": 30.0,
-    "LOG_SECONDS": 10.0,
-    "LORA_R": "LORA_RANK",
-    "LOSS_TYPE": "REDUCTION",
-    "LR": "LEARNING_RATE",
-    "LR_SCHEDULER_TYPE": "LR_SCHEDULE",
-    "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
-    "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
-    "MAX_ITERS": "ITERATIONS",
-    "MAX_LENGTH": "TRAIN_SEQ_LEN",
-    "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
-    "MAX_STEPS": "ITERATIONS",
-    "MIN_LR": "LR_FLOOR",
-    "MODEL_NAME_OR_PATH": "INIT_FROM",
-    "MUON_BACKEND_STEPS": 5,
-    "MUON_MOMENTUM": 0.95,
-    "MUON_MOMENTUM_WARMUP_START": 0.85,
-    "MUON_MOMENTUM_WARMUP_STEPS": "MUON_WARMUP_FRAC",
-    "MUON_WARMUP_FRAC": 0.05,
-    "MUON_WEIGHT_DECAY": "MUON_WD",
-    "NUM_GENERATIONS": "GROUP_SIZE",
-    "NUM_ITERATIONS": "EPOCHS",
-    "NUM_TRAIN_EPOCHS": "ITERATIONS",
-    "N_EMBD": "MODEL_DIM",
-    "N_HEAD": "NUM_HEADS",
-    "N_LAYER": "NUM_LAYERS",
-    "OUTPUT_DIR": "OUT_DIR",
-    "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH_TOKENS",
-    "QAT_ENABLED": "QAT",
-    "QK_NORM": "QK_GAIN_INIT",
-    "REPORT_TO": "TRACKER",
-    "ROPE_BASE": 10000.0,
-    "SAVE_STEPS": "SAVE_EVERY",
-    "SEQ_LEN": "TRAIN_SEQ_LEN",
-    "SWA_ENABLED": "SWA",
-    "SWA_EVERY": "SWA",
-    "TIED_EMBED_INIT_STD": 0.005,
-    "TTT_ENABLED": "TTT_LORA_RANK",
-    "TTT_LORA_RANK": 0,
-    "USE_PEFT": "LORA_RANK",
-    "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
-    "WARMUP_ITERS": "WARMUP_FRAC",
-    "WARMUP_RATIO": "WARMUP_FRAC",
-    "WARMUP_STEPS": 2,
-    "WEIGHT_DECAY": "MUON_WD",
-    **dict.fromkeys(ABSENT_FEATURES, 0),
-}
-
-# What does in another program what these constants leave out.
-OTHER_PROGRAMS = {
-    "GPTQ_CALIBRATION_BATCHES": "; python quantize.py pack RUN OUT --gptq DATA does it",
-    "TTT_LORA_RANK": "; python tools/adapt.py RUN scores a finished run with test-time training",
-}
-
-# Names of other projects for what changes no result, so that pasted commands run: how often a line is
-# logged (LOG_SECONDS), the tokens of a batch of validation, and details of test-time training, which
-# tools/adapt.py does.
-HARMLESS_NAMES = (
-    "LOGGING_STEPS",
-    "LOG_INTERVAL",
-    "PER_DEVICE_EVAL_BATCH_SIZE",
-    "TRAIN_LOG_EVERY",
-    "TTT_CHUNK_SIZE",
-    "TTT_EPOCHS",
-    "TTT_LORA_LR",
-    "TTT_LR",
-    "VAL_BATCH_SIZE",
-)
-
-# The settings of all scripts that the table above does not name: one that is meant for another
-# script is an error there. Those of this script are known without it.
-OUR_SETTINGS = {
-    "ARCH_MODE",
-    "ARTIFACT",
-    "ARTIFACT_BYTES_MAX",
-    "ATTN_WINDOW",
-    "BIGRAM_VOCAB_SIZE",
-    "CENTERING",
-    "COMPILE",
-    "CONFIG",
-    "CREDIT",
-    "DEVICE",
-    "DISCOUNT",
-    "DTYPE",
-    "ENVIRONMENT",
-    "EVAL_PROMPTS",
-    "EVAL_SAMPLES",
-    "EVAL_STATEFUL",
-    "EVAL_STRIDE",
-    "GAE_LAMBDA",
-    "GDN_LIGHT",
-    "HEAD_LR",
-    "HELD_OUT",
-    "IMPORTANCE",
-    "KD_ALPHA",
-    "KD_BETA",
-    "KD_LOSS",
-    "KD_TEMPERATURE",
-    "KD_TOP_K",
-    "KERNELS",
-    "KL_SHAPING",
-    "KL_TARGET",
-    "LABEL_SMOOTHING",
-    "LAYER_PATTERN",
-    "LAYOUT",
-    "LORA_ALPHA",
-    "LOSS",
-    "MARGIN",
-    "MARK",
-    "MATRIX_BITS",
-    "MAX_TURNS",
-    "MAX_WALLCLOCK_SECONDS",
-    "MEMORY_SNAPSHOT",
-    "MINI_BATCHES",
-    "MLP",
-    "MLP_MULT",
-    "MODE",
-    "NORM",
-    "NUM_KV_HEADS",
-    "NUM_SAMPLES",
-    "OBJECTIVE",
-    "OPTIMIZER",
-    "PAIRS_PER_STEP",
-    "POSITIONS",
-    "PROMPT",
-    "PROMPTS_PER_STEP",
-    "RATIO_LIMIT",
-    "REPLAY",
-    "RESAMPLE_ROUNDS",
-    "RESUME",
-    "REWARD",
-    "REWARD_MODEL",
-    "REWARD_SECONDS",
-    "ROPE_DIMS",
-    "RUN_ID",
-    "SAMPLES_EVERY",
-    "SCALAR_LR",
-    "SCALE_REWARDS",
-    "SCORE",
-    "SCORE_FILE",
-    "SCORE_JUDGE",
-    "SCORE_MODEL",
-    "SCORE_PATH",
-    "SEED",
-    "SHARD",
-    "STATEFUL",
-    "SYSTEM",
-    "TARGET_VAL_LOSS",
-    "TEACHER",
-    "TEMPERATURE",
-    "TIE_EMBEDDINGS",
-    "TOKENIZER_PATH",
-    "TOKEN_NOISE",
-    "TOOLS",
-    "TOP_K",
-    "TOP_P",
-    "TRAIN_FILES",
-    "TRAIN_ON",
-    "VAL_FILES",
-    "VOCAB_SIZE",
-    "WARMDOWN_ITERS",
-}
-
-
-def setting_text(value):
-    """Return the value of a setting as the environment has it."""
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def parse_setting(setting, text):
-    """Return the value of a setting that is written as text. Raises UserError: what is allowed."""
-    kind = setting.type
-    value = text
-    if kind is str:
-        return text
-    if kind is Paths:
-        # A shell replaces `~` in OUT_DIR=~/x, but not in a config, in quotes or in --out_dir=~/x.
-        return ",".join(map(os.path.expanduser, text.split(",")))
-    if kind in (int, float):
-        low, high = setting.metadata.get("bounds", (0, math.inf))
-        allowed = f"a {'whole ' * (kind is int)}number from {low} to {high}"
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if low <= value <= high and value < math.inf:  # a NaN is in no range
-                return value
-    else:
-        choices = {setting_text(choice): choice for choice in get_args(kind) or (False, True)}
-        allowed = f"one of {', '.join(choices)}"
-        if text in choices:
-            return choices[text]
-    raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
-
-
-def check_settings(settings):
-    """Check all fields of a settings dataclass, which a program may have built. Raises UserError."""
-    for setting in fields(settings):
-        value = getattr(settings, setting.name)
-        kind = type(parse_setting(setting, setting_text(value)))
-        # An int may stand for a float, but no number for a bool and no bool for a number.
-        if type(value) is not kind and (type(value), kind) != (int, float):
-            raise UserError(f"{setting.name.upper()}={value!r}: must be of type {kind.__name__}")
-
-
-def check_name(name, text, names):
-    """Raise UserError for a name that is no setting, with the one that was probably meant.
-
-    A name for a constant is accepted with the constant's value, and a harmless one with any.
-    """
-    if name in HARMLESS_NAMES:
-        print(f"note: {name}={text!r} is not used: it changes no result", file=sys.stderr)
-        return
-    meant = name
-    while meant not in names and isinstance(OTHER_NAMES.get(meant), str):
-        meant = OTHER_NAMES[meant]
-    message = f"{name}={text!r}: no setting of this script"
-    close_names = difflib.get_close_matches(meant, names, 1)
-    if meant != name and meant not in names:
-        close_names = []  # another script has it
-    if meant not in names and meant in OTHER_NAMES:
-        with contextlib.suppress(ValueError):
-            if float(text) == OTHER_NAMES[meant]:
-                return
-        message += f", in which {meant} is always {OTHER_NAMES[meant]}"
-        message += OTHER_PROGRAMS.get(meant, "")
-    elif close_names:
-        message += f"; did you mean {close_names[0]}?"
-    raise UserError(
-        f"{message} (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
-    )
-
-
-def read_environment(environ, names):
-    """Return the environment variables that are settings, and those that look meant as settings but
-    are none here: near misses, names in the tables above, numbers that this script has as constants.
-    """
-    constants = [name for name, value in globals().items() if type(value) in (int, float)]
-    known = {
-        *names,
-        *constants,
-        *OUR_SETTINGS,
-        *HARMLESS_NAMES,
-        *OTHER_NAMES,
-        *OTHER_NAMES.values(),
-    }
-    ignored = re.findall(r"[^,\s]+", environ.get("IGNORE_ENV", ""))
-    if environ.get("ENVIRONMENT") == "BATCH":  # Slurm and Grid Engine set it in every batch job
-        ignored.append("ENVIRONMENT")
-    return {
-        name: environ[name]
-        for name in sorted(environ.keys() - ignored)
-        if name in known or difflib.get_close_matches(name, names, 1, 0.85)
-    }
-
-
-def read_value(text):
-    """Return the value behind NAME= in a config file, as a shell reads it, except that a value
-    without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
-    """
-    if not re.match(r"\s*['\"]", text):
-        return re.split(r"\s#", text)[0].strip()  # it's and a#b are text
-    words = shlex.split(text, comments=True)
-    if len(words) > 1:
-        raise ValueError("has text behind the closing quotation")
-    return words[0]
-
-
-def read_config(path):
-    """Return the lines NAME=value of a config file. Raises UserError, which names file and line."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # Windows writes a mark
-    except (OSError, ValueError) as error:
-        raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
-    given = {}
-    for number, line in enumerate(lines, 1):
-        if re.match(r"\s*(#|$)", line):
-            continue
-        match = re.fullmatch(r"\s*(?:export\s+)?([^#=\s]+)\s*=(.*)", line)
-        try:
-            if match is None or match[1] in ("CONFIG", *given):
-                raise ValueError("must be NAME=value, each name once, and not CONFIG")
-            given[match[1]] = read_value(match[2])
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: {line!r}: {error}") from None
-    return given
-
-
-def read_arguments(arguments):
-    """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
-    given = {}
-    for argument in arguments:
-        name, equals, text = argument.removeprefix("--").partition("=")
-        if not equals and argument.endswith(".env"):
-            name = "CONFIG"
-            text = argument
-        elif not equals:
-            raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
-        if name.upper() in given:
-            raise UserError(f"{argument!r}: the command line has {name.upper()} twice")
-        given[name.upper()] = text
-    return given
-
-
-def load_settings(cls, environ, arguments=(), presets=(), stored=None):
-    """Return the settings of dataclass `cls`: defaults < presets < stored < CONFIG file <
-    environment < arguments.
-
-    presets: NAME of a setting -> choice -> values of other settings. One that is chosen above the
-    CONFIG file replaces the file's values, too. stored: function of the given values (NAME ->
-    value) that returns those of a run or a network that they name.
-    Raises UserError: a wrong value, or a name that is no setting (see check_name).
-    """
-    if "--help" in arguments or "-h" in arguments:
-        print(__doc__)
-        print(inspect.getsource(cls))
-        sys.exit()
-    settings = {setting.name.upper(): setting for setting in fields(cls)}
-    above = {**read_environment(environ, settings), **read_arguments(arguments)}
-    path = os.path.expanduser(above.get("CONFIG", ""))
-    config = read_config(path) if path else {}
-    values = {}
-    for name in presets:
-        chosen = above.get(name, config.get(name))
-        preset = presets[name].get(chosen, {})
-        values.update(preset)
-        if name in above:
-            for replaced in preset:
-                config.pop(replaced.upper(), None)
-    given = {}
-    for name, text in {**config, **above}.items():
-        if name in settings:
-            given[name] = parse_setting(settings[name], text)
-        elif name != "CONFIG":  # a script without this setting reads the file, too
-            check_name(name, text, settings)
-    if stored:
-        values.update(stored(given))
-    values.update({name.lower(): value for name, value in given.items()})
-    # A preset of ARCH_MODE has more fields of the network's shape than there are settings.
-    return cls(**{name: values[name] for name in values.keys() & cls.__dataclass_fields__})
-
-
-# === end: settings ===
-
-
-# === shared: streams ===
-def open_streams():
-    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
-    replaced by the null device, or the next file opened would get its number, and with it what
-    libraries print.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
-
-
-def drop_stream(stream):
-    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
-
-
-def write_stream(stream, text):
-    """Write text to a standard stream; return the OSError if nobody takes it, else None.
-
-    From then on the stream leads nowhere.
-    """
-    try:
-        print(text, end="", file=stream, flush=True)
-    except OSError as error:
-        drop_stream(stream)
-        return error
-    return None
-
-
-# === end: streams ===
-
-
-# === shared: device ===
-def hidden_gpus():
-    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
-
-
-def choose_device(choice, local_rank=0):
-    """Return the device of a process, with PyTorch set up for it. Raises UserError.
-
-    choice: of the setting DEVICE. local_rank: number of the process on its machine.
-    """
-    if choice != "cpu" and torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-        if local_rank >= gpus:
-            raise UserError(
-                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
-                "--nproc_per_node), or unset"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
-        raise UserError(
-            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
-            "newer driver, or set DEVICE=cpu"
-        )
-    else:
-        device = torch.device("cpu")
-    set_up_device(device)
-    return device
-
-
-def set_up_device(device):
-    """Set PyTorch up for this device; in a program the trainer does it, too."""
-    if device.type == "cuda":
-        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
-        # gradients are NaN (pytorch issue 196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    else:
-        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
-        # mode over when the first parallel operation starts them, so it should come before that.
-        torch.set_flush_denormal(True)
-        # A container may have the time of fewer CPUs (`docker run --cpus`) than there are cores, which
-        # PyTorch counts. Threads wait for each other: more of them than CPUs are many times slower.
-        if "OMP_NUM_THREADS" not in os.environ:
-            with contextlib.suppress(OSError, ValueError):  # there is no limit
-                quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-                torch.set_num_threads(min(quota // period or 1, torch.get_num_threads()))
-
-
-# === end: device ===
-
-
-# === shared: runtime ===
-# The variables by which torchrun tells a process who it is.
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass
-class Runtime:
-    """Who this process is among the ranks, and the device of its tensors."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    distributed: bool
-
-    def sum(self, tensor):
-        """Sum a tensor over all ranks, in place, and return it."""
-        if self.distributed:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def agree(self, value):
-        """Return rank 0's value on every rank; it may be of any type that pickle takes.
-
-        Every rank waits for rank 0: agree(None) lets none go on before rank 0 has come so far.
-        """
-        values = [value]
-        if self.distributed:
-            dist.broadcast_object_list(values, src=0, device=self.device)
-        return values[0]
-
-    def leave(self):
-        """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
-        if self.distributed:
-            dist.barrier()
-            dist.destroy_process_group()
-
-
-def join_group(device):
-    """Join the process group that the environment describes, if it does, as torchrun (NCCL or gloo).
-
-    Raises UserError for variables that describe none in full.
-    """
-    given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
-    if not {"RANK", "WORLD_SIZE"} & given.keys():
-        return
-    pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
-    hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
-    try:
-        world_size = int(given.get("WORLD_SIZE", 0))  # PyTorch names others that are missing
-        has_rank = 0 <= int(given.get("RANK", -1)) < world_size < 1 << 31
-        if not has_rank or given.get("MASTER_PORT") == "0":
-            raise ValueError("must have a RANK below WORLD_SIZE, and a port")
-        if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-            # Left over from another job, they name ranks that never come. The wait is half an hour.
-            write_stream(sys.stderr, f"{pairs}: waiting for the other ranks; {hint}\n")
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
-    except (ValueError, dist.DistError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{pairs}: the ranks do not meet: {reason:.500}; {hint}") from None
-
-
-def present_runtime(device):
-    """Return the Runtime of this process: of a rank, if it has joined a group, or of it alone."""
-    if dist.is_initialized():
-        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
-    return Runtime(0, 1, device, False)
-
-
-def start_runtime(choice):
-    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process.
-
-    choice: of the setting DEVICE.
-    """
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    if not local_rank.isdecimal():
-        raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
-    device = choose_device(choice, int(local_rank))
-    join_group(device)
-    return present_runtime(device)
-
-
-# === end: runtime ===
-
-
-# === shared: errors ===
-ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
-
-
-def report_error(text):
-    """Write an error to ERROR_LOGS and to stderr."""
-    for log in ERROR_LOGS:
-        log.write(text)
-    write_stream(sys.stdout, "")
-    write_stream(sys.stderr, f"{text}\n")
-
-
-def is_out_of_memory(error):
-    """Return whether an error says that memory was short."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # PyTorch on a CPU, cuBLAS and cuDNN have no class of their own for it.
-    words = "out of memory|allocate memory|ALLOC_FAILED"
-    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
-
-
-def report_in_a_line(error, rank):
-    """Print the first line of an error. If rank 0 has the same one, then only rank 0 prints it."""
-    if rank != "0":
-        time.sleep(5)  # torchrun ends this rank meanwhile
-    message, *_ = (str(error) or type(error).__name__).split("\n")
-    if is_out_of_memory(error):
-        message += (
-            "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
-            "less memory (docs/runs.md has more)"
-        )
-    report_error(f"error: {message}")
-
-
-def exit_code(main):
-    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
-
-    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
-    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
-    """
-    rank = os.environ.get("RANK", "0")
-    open_streams()
-    try:
-        try:
-            code = main()
-        except SystemExit as end:  # of --help
-            code = end.code
-        if error := write_stream(sys.stdout, ""):
-            raise type(error)(error.errno, error.strerror, "standard output")
-        return code
-    except BrokenPipeError:
-        drop_stream(sys.stdout)
-        return 141  # 128 and SIGPIPE
-    except KeyboardInterrupt:
-        report_error("stopped by SIGINT: nothing was saved")
-        return 130  # 128 and SIGINT
-    except UserError as error:
-        report_in_a_line(error, rank)
-        return 2
-    except Exception as error:
-        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
-            report_in_a_line(error, rank)
-        elif isinstance(error, dist.DistError) or "gloo" in str(error):
-            report_error(f"error: rank {rank} lost another rank; RESUME continues")
-            os._exit(1)  # an ordinary exit would wait for the lost rank
-        else:
-            report_error(traceback.format_exc())
-        return 1
-
-
-# === end: errors ===
-
-
-# === shared: folders ===
-def replace_file(path, data):
-    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
-    part = f"{path}.part"
-    with open(part, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def list_checkpoints(run):
-    """Return the checkpoints in a run's folder, whole or not, the newest first."""
-    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
-
-
-def checkpoint_fault(folder):
-    """Return what is wrong with a checkpoint, or "" if it is whole.
-
-    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
-    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
-    other .pt file that is there, except those that macOS adds in archives (._model.pt).
-    """
-    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
-    if folder.name.startswith("step_") and folder.name != "step_000000":
-        names.add("training.pt")
-    try:
-        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
-        for name in sorted(names):
-            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
-                return f"{name} was changed, or SHA256SUMS does not name it"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
-
-
-def newest_checkpoint(folder):
-    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
-
-    The folder of a checkpoint stands for itself.
-    """
-    candidates = list_checkpoints(folder)
-    if not candidates and not (folder / "model.pt").exists():
-        fault = "has no checkpoint and no model"
-        if (folder / "log.txt").is_file():
-            fault = "ended before its first checkpoint; it may be deleted and started anew"
-        return None, [f"{folder} {fault}"]
-    faults = []
-    for candidate in candidates or [folder]:
-        fault = checkpoint_fault(candidate)
-        if not fault:
-            return candidate, faults
-        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
-    return None, faults
-
-
-# === end: folders ===
-
-
-# === shared: machine ===
-def describe_machine(runtime):
-    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
-    folder = shlex.quote(str(Path(__file__).parent))
-    # Run by a shell, so that a missing git is no error.
-    status, commit = subprocess.getstatusoutput(
-        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
-    )
-    if runtime.device.type == "cuda":
-        hardware = torch.cuda.get_device_name()
-        peak_bytes = torch.cuda.max_memory_allocated()
-    else:
-        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {
-        "commit": "unknown" if status else commit,
-        "hardware": f"{runtime.world_size} x {hardware}",
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-        "peak_memory_mib": peak_bytes / 2**20,
-    }
-
-
-# === end: machine ===
-
-
-# === shared: files ===
-def sha256_file(path):
-    """Return the SHA-256 of a file in hexadecimal digits."""
-    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
-    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
-    return hashlib.sha256(data).hexdigest()
-
-
-def check_json(value, kind, path):
-    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
-    {key: kind}.
-
-    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
-    int is 0 or more, and may stand for a float. path: what the error calls the value.
-    """
-    expected = kind if isinstance(kind, type) else type(kind)
-    is_right = type(value) is expected or (type(value), expected) == (int, float)
-    if not is_right or (expected is int and value < 0):
-        allowed = "int, 0 or more" if expected is int else expected.__name__
-        shown = "missing" if value is None else repr(value)
-        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
-    if isinstance(kind, list):
-        for i, part in enumerate(value):
-            check_json(part, kind[0], f"{path}[{i}]")
-    if isinstance(kind, dict):
-        for key, part in kind.items():
-            name = key.rstrip("?")
-            if key == name or value.get(name) is not None:
-                check_json(value.get(name), part, f"{path}.{name}")
-
-
-# === end: files ===
-
-
-# === shared: tokenizer ===
-@dataclass
-class Tokenizer:
-    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
-
-    After a boundary (a control, unknown or unused token) they are without the space that some
-    SentencePiece models put before every text.
-    """
-
-    file: str  # name of the file that holds the tokenizer; "bytes" needs none
-    content: bytes  # of that file; its SHA-256 tells tokenizers apart
-    bos_id: int
-    pieces: list  # bytes that each token decodes to, b"" for boundaries
-    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
-    # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
-    # begins_with_bos, which encode texts; stop, the ids that end an answer; text_end, that of a text;
-    # template, tool_template, names, which render conversations; unused_templates, template_end.
-    facts: dict
-    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
-    proto: bytes = b""  # the SentencePiece model, if the file has one
-    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
-    encode_marked: Callable = None
-    roles: dict = None
-
-    def __post_init__(self):
-        self.sha256 = hashlib.sha256(self.content).hexdigest()
-        self.vocab_size = len(self.pieces)
-        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
-        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
-
-
-def read_tokenizer(path, facts):
-    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
-    one, `bytes`.
-
-    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
-    """
-    path = Path(path)
-    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
-        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
-        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".tiktoken":
-            return rank_tokenizer(path.name, content, facts)
-        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
-    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
-            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
-            "o200k_base), or bytes"
-        ) from error
-
-
-def rank_tokenizer(file, content, facts):
-    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
-
-    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
-    `ranks`, or a SentencePiece model is `sentencepiece`.
-    """
-    ranks = content
-    if content.startswith(b"{"):
-        facts = json.loads(content)
-        if "sentencepiece" in facts:
-            proto = base64.b64decode(facts["sentencepiece"])
-            return sentencepiece_tokenizer(file, content, proto, facts)
-        ranks = facts["ranks"]
-    if not facts:
-        raise ValueError("another name than those of published encodings")
-    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
-    for line in ranks.splitlines():
-        piece, rank = line.split()
-        pieces[int(rank)] = base64.b64decode(piece)
-    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
-
-
-def sentencepiece_tokenizer(file, content, proto, facts):
-    """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    if model.bos_id() < 0:
-        raise ValueError("empty, or without the BOS token of every document")
-    pieces = []
-    drops_space = []
-    for i in range(model.vocab_size()):
-        name = model.id_to_piece(i)
-        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
-        if model.is_byte(i):
-            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
-        elif model.is_control(i) or model.is_unknown(i):
-            piece = b""
-        pieces.append(piece)
-        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
-        drops_space.append(piece == b" " + model.decode([i]).encode())
-    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
-
-
-# === end: tokenizer ===
-
-
-# === shared: encoding ===
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-# Published encodings: the hash of their rank file and what that file does not contain. Every
-# document begins with <|endoftext|>. The regular expressions are copied from
-# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
-ENCODINGS = {
-    "gpt2": dict(
-        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        bos_id=50256,
-        vocab_size=50257,  # with all special tokens and unused ids
-        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-    ),
-    "cl100k_base": dict(
-        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        bos_id=100257,
-        vocab_size=100277,  # with all special tokens and unused ids
-        split=(
-            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-        ),
-    ),
-    "o200k_base": dict(
-        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-        bos_id=199999,
-        vocab_size=200019,  # with all special tokens and unused ids
-        split=(
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        ),
-    ),
-}
-
-
-# From a run of 999,940 spaces on, the stack of tiktoken's regular expressions overflows.
-LONG_SPACE = re.compile(r"(?<!\s)\s{500000}")
-
-
-class BytePairEncoder:
-    """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
-
-    def __init__(self, tokenizer, facts):
-        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
-        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
-        # Added tokens, of which some are shown as text: no merge makes them.
-        for text in facts.get("added", []):
-            ranks.pop(text.encode(), None)
-        # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
-        # beyond the vocabulary, by which they are found.
-        self.lacking = bytes([byte for byte in range(256) if bytes([byte]) not in ranks])
-        self.vocab_size = tokenizer.vocab_size
-        for byte in self.lacking:
-            ranks[bytes([byte])] = self.vocab_size + byte
-        self.bpe = tiktoken.Encoding(
-            tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
-        )
-        self.split = regex.compile(facts["split"])
-
-    def encode(self, text):
-        """Return the ids of a text without added tokens."""
-        if len(text) < 500_000 or not LONG_SPACE.search(text):
-            ids = self.bpe.encode_ordinary(text)
-            if not self.lacking or max(ids, default=0) < self.vocab_size:
-                return ids
-        ids = []
-        for match in self.split.finditer(text):
-            # What is on both sides of a dropped byte may merge.
-            piece = match[0].encode().translate(None, self.lacking)
-            if piece:
-                ids += self.bpe._encode_single_piece(piece)
-        return ids
-
-
-SPACES = re.compile(r"\s*")
-WORD_CHARACTER = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"
-
-
-class AddedTokens:
-    """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
-
-    def __init__(self, ids, facts):
-        """ids: the text of a token -> its id. facts: maybe `flags`, text of a token -> what it is:
-        single_word, no part of a word; lstrip, rstrip: it takes the spaces before it, behind it.
-        """
-        self.ids = ids
-        self.flags = facts.get("flags", {})
-        longest_first = sorted(ids, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-    def encode(self, text, encode_part):
-        """Return the ids of a text; encode_part: text without added tokens -> ids."""
-        ids = []
-        end = 0  # of the token before
-        for match in self.pattern.finditer(text):
-            flags = self.flags.get(match[0], [])
-            start, stop = match.span()
-            neighbours = text[start - 1 : start] + text[stop : stop + 1]
-            if "single_word" in flags and regex.search(WORD_CHARACTER, neighbours):
-                continue
-            before = text[end:start]
-            if "lstrip" in flags:
-                before = before.rstrip()
-            ids += encode_part(before)
-            ids.append(self.ids[match[0]])
-            end = stop
-            if "rstrip" in flags:
-                end = SPACES.match(text, stop).end()
-        return ids + encode_part(text[end:])
-
-
-def check_unicode(text):
-    """Return a text that has no half of a surrogate pair. Raises UserError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"text {text[error.start :]!r:.20} at character {error.start}: half a surrogate pair, "
-            "which is no Unicode"
-        ) from None
-    return text
-
-
-def load_tokenizer(path):
-    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
-    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
-
-
-def add_encoder(tokenizer):
-    """Give a Tokenizer its attributes from `encode` on, and return it.
-
-    roles: the ids of ROLE_TOKENS, {} if it has none. For the others see set_encoders. Raises
-    UserError.
-    """
-    facts = tokenizer.facts
-    if facts.get("sha256", tokenizer.sha256) != tokenizer.sha256:
-        raise UserError(f"tokenizer {tokenizer.file}: is not the published rank file")
-    tokenizer.roles = {}
-    if tokenizer.file == "bytes":
-        set_encoders(tokenizer, lambda text: [4 + byte for byte in text.encode()])
-        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
-    elif "split" in facts:
-        set_encoders(tokenizer, BytePairEncoder(tokenizer, facts).encode)
-    else:
-        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
-        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
-        set_encoders(tokenizer, model.encode)
-        for role in ROLE_TOKENS:
-            i = model.piece_to_id(role)
-            # Only control tokens cannot be written in a text, so that no user can forge a role.
-            if model.is_control(i):
-                tokenizer.roles[role] = i
-    return tokenizer
-
-
-def set_encoders(tokenizer, encode_part):
-    """Give a Tokenizer `encode` and `encode_marked`, from a text to ids without BOS.
-
-    Special tokens in a text are plain text for `encode`. For `encode_marked` the added tokens of an
-    imported model are what they stand for. Both raise UserError for half a surrogate pair.
-    encode_part: a text in normal form and without added tokens -> ids.
-    """
-    facts = tokenizer.facts
-
-    def normalize(text):
-        """Return a text in the form in which accents are part of their letters, if it is asked for."""
-        return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
-
-    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
-    added = facts.get("added", {})
-    normalized = facts.get("normalized", [])
-    early = {text: i for text, i in added.items() if text not in normalized}
-    late = {normalize(text): added[text] for text in normalized}
-    early_tokens = AddedTokens(early, facts)
-    late_tokens = AddedTokens(late, facts)
-
-    def encode(text):
-        return encode_part(normalize(check_unicode(text)))
-
-    def encode_late(text):
-        return late_tokens.encode(normalize(text), encode_part)
-
-    def encode_marked(text):
-        return early_tokens.encode(check_unicode(text), encode_late)
-
-    tokenizer.encode = encode
-    tokenizer.encode_marked = encode_marked
-
-
-# === end: encoding ===
-
-
-# === shared: roles ===
-def begin_ids(tokenizer):
-    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
-    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
-
-
-def with_roles(tokenizer):
-    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
-
-    An imported model with a chat template needs none.
-    """
-    if tokenizer.roles or "template" in tokenizer.facts:
-        return tokenizer
-    count = len(ROLE_TOKENS)
-    return replace(
-        tokenizer,
-        pieces=tokenizer.pieces + [b""] * count,
-        drops_space=np.append(tokenizer.drops_space, [False] * count),
-        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
-    )
-
-
-# === end: roles ===
-
-
-# === shared: template ===
-def render_templates():
-    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
-
-    This is the program of a process of its own, see TemplateProcess. Templates are rendered as
-    transformers does. Without values a template is only compiled. A reply is {"text"} or {"fault"}.
-    """
-    import datetime
-    import functools
-    import json
-    import os
-    import re
-    import resource
-    import signal
-    import sys
-
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    # Slurm sends SIGTERM to every process of a job. The run finishes its step, and then closes stdin.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    def render(source, values):
-        # {% generation %} marks answers for other programs. It writes what is in it, as `with` does.
-        template = compiled(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", source))
-        parts = []
-        room = 1 << 24  # letters
-        for part in [] if values is None else template.generate(**values):
-            parts.append(part)
-            room -= len(part)
-            if room < 0:
-                raise jinja2.TemplateError("writes more than 16 million letters")
-        return "".join(parts)
-
-    # Only the arguments that transformers' filter has: others of json.dumps call functions.
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
-        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Programs that shall give the same again are told the date by this variable.
-    if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
-        today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
-        environment.globals["strftime_now"] = today.strftime
-    compiled = functools.cache(environment.from_string)
-    if sys.platform != "darwin":  # macOS refuses it: what it maps into every process is more
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
-    for line in sys.stdin:
-        # After so many seconds of a CPU the system ends the process, in an operation of C, too.
-        signal.setitimer(signal.ITIMER_PROF, 3)
-        try:
-            reply = {"text": render(*json.loads(line))}
-        except jinja2.TemplateError as error:
-            reply = {"fault": str(error)}
-        except Exception as error:  # whatever a template does is the template's fault
-            reply = {"fault": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), flush=True)
-
-
-class TemplateProcess:
-    """Renders chat templates in a process of its own.
-
-    A template is a program that comes with a model. It may loop for ever or ask for any amount of
-    memory, in one operation of C too, and then only its process can be ended.
-    """
-
-    def __init__(self):
-        # The source is read once: the script may be edited while it runs.
-        self.code = inspect.getsource(render_templates) + "render_templates()\n"
-        self.lock = threading.Lock()
-        self.owner = 0
-        self.process = None
-        self.endings = 0
-
-    def ask(self, source, values):
-        """Return the text of a template. Raises UserError."""
-        with self.lock:
-            if self.endings > 2:  # each took seconds, and there may be thousands of rows
-                raise UserError("chat template: took too much time or memory too often")
-            reply = self.exchange(json.dumps([source, values]))
-        if "fault" in reply:
-            fault, *_ = reply["fault"].split("\n")
-            raise UserError(f"chat template: {fault:.300}")
-        return reply["text"]
-
-    def exchange(self, line):
-        """Return the reply to a request, from a process of this process's own (it may have forked)."""
-        if self.owner != os.getpid():
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", self.code],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
-                start_new_session=True,  # a terminal's Ctrl-C does not reach it
-            )
-            self.owner = os.getpid()
-        with contextlib.suppress(BrokenPipeError):
-            print(line, file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
-        if answer:
-            return json.loads(answer)
-        self.owner = 0
-        self.endings += 1
-        code = self.process.wait()
-        reason = f"ended its process (exit code {code})"
-        if code == -signal.SIGPROF:
-            reason = "took more than 3 seconds"
-        return {"fault": reason}
-
-
-@functools.cache
-def template_process():
-    """Return the TemplateProcess. Raises UserError if jinja2 is not installed."""
-    if importlib.util.find_spec("jinja2") is None:
-        raise UserError("the model's chat template needs jinja2: pip install jinja2")
-    return TemplateProcess()
-
-
-def compile_template(source):
-    """Raise UserError for a chat template that is not one of jinja2."""
-    template_process().ask(source, None)
-
-
-def chat_text(tokenizer, turns, ask):
-    """Return the text of turns by the chat template of an imported model, as transformers has it.
-
-    A turn is (role token, text), or (role token, text, fields). `fields` is a dict of the message's own
-    fields, `content` among them; for the template they override the role and the text. Code takes a
-    turn apart as role, text, *fields; dict(*fields) is that dict, or {}. The first message may have the
-    role `tools`; its content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
-    Raises UserError.
-    """
-    messages = [
-        {"role": role.strip("<|>"), "content": text} | dict(*fields)
-        for role, text, *fields in turns
-    ]
-    tools = None
-    if messages and messages[0]["role"] == "tools":
-        tools = messages.pop(0)["content"]
-    values = {
-        "messages": messages,
-        "add_generation_prompt": ask,
-        "tools": tools,
-        "documents": None,
-    }
-    facts = tokenizer.facts
-    source = facts.get("tool_template", facts["template"]) if tools else facts["template"]
-    text = template_process().ask(source, values | facts["names"])
-    if not text.strip():
-        raise UserError("chat template: writes nothing for this conversation")
-    return text
-
-
-# === end: template ===
-
-
-# === shared: stops ===
-def stop_texts(tokenizer):
-    """Return the texts of the tokens that end an answer in an imported model's template."""
-    facts = tokenizer.facts
-    return [text for text, i in facts["added"].items() if i in facts["stop"]]
-
-
-def stop_pattern(tokenizer):
-    """Return the regular expression of the texts that end an answer in an imported model's template."""
-    stops = map(re.escape, stop_texts(tokenizer))
-    return re.compile("|".join(stops))
-
-
-# === end: stops ===
-# === shared: reader ===
-UNPACKED_BYTES = 1 << 26  # and 200 times a file's size: so much a packed file may unpack to
-
-
-class RowError(UserError):
-    """What is wrong with a row of data, in the same few words for all rows with this fault."""
-
-
-@dataclass
-class RowReport:
-    """What became of the rows of a file: what the log and result.json have of it."""
-
-    path: str
-    used: collections.Counter = field(default_factory=collections.Counter)  # by format
-    left_out: dict = field(default_factory=dict)  # fault -> numbers of the rows that have it
-    notes: dict = field(default_factory=dict)  # what is not used of these: kind -> name -> rows
-    twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
-    fields: str = ""  # names of the first row's
-
-    def leave_out(self, number, fault):
-        """Take note of a row that is not used."""
-        self.left_out.setdefault(fault, []).append(number)
-
-    def facts(self):
-        """Return what result.json has: reason -> number of rows."""
-        left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
-        return {"used": self.used, "left_out": left_out, "twice": len(self.twice), **self.notes}
-
-    def __str__(self):
-        """Return the log's line."""
-        count = self.used.total() + sum(map(len, self.left_out.values()))
-        used = ", ".join(f"{number} {name}" for name, number in self.used.items()) or "none"
-        left_out = [f"{fault}: {len(rows)} {places(rows)}" for fault, rows in self.left_out.items()]
-        parts = [f"{self.path}: {count} rows, used {used}"]
-        parts.append(f"left out {'; '.join(left_out) or 'none'}")
-        for kind, counts in self.notes.items():
-            parts.append(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.items())}")
-        if self.twice:
-            parts.append(f"{len(self.twice)} occur twice {places(self.twice)}")
-        return "data: " + "; ".join(parts)
-
-
-def places(numbers):
-    """Return the numbers of rows as text: the first three."""
-    if len(numbers) == 1:
-        return f"(the first is row {numbers[0]})"
-    return f"(the first are rows {', '.join(map(str, numbers[:3]))})"
-
-
-def weighted_files(name, text):
-    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
-    files = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part).groups()
-        path = os.path.expanduser(path)
-        weight = float(weight or 1)
-        if path in files or not weight:
-            raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
-        files[path] = weight
-    return files
-
-
-def listed_files(name, text):
-    """Return the files of a setting's FILE,FILE. Raises UserError if one has a weight."""
-    files = weighted_files(name, text)
-    if {*files.values()} - {1.0}:
-        raise UserError(f"{name}={text!r}: has weights, which are not read here; must be FILE,FILE")
-    return [*files]
-
-
-def zstd_parts(file):
-    """Yield the unpacked bytes of a zstd file, in parts. Raises EOFError if it ends too early."""
-    decompressor = zstandard.ZstdDecompressor()
-    frame = None
-    # Each read unpacks to at most 32,768 times its size.
-    while packed := file.read(4096):
-        while packed:
-            frame = frame or decompressor.decompressobj()
-            yield frame.decompress(packed)
-            packed = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame:
-        raise EOFError("the file ends before its zstd frame does")
-
-
-def read_file(path):
-    """Return the bytes of a file, decompressed if its name ends in .zst or .gz. Raises UserError."""
-    name = path.lower()
-    content = bytearray()
-    try:
-        with open(path, "rb") as file:
-            most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
-            if name.endswith(".zst"):
-                parts = zstd_parts(file)
-            elif name.endswith(".gz"):
-                stream = gzip.GzipFile(fileobj=file)
-                parts = iter(functools.partial(stream.read, 1 << 20), b"")
-            else:
-                return file.read()
-            for part in parts:
-                content += part
-                if len(content) > most:
-                    raise UserError(
-                        f"{path}: unpacks to more than {most} bytes; must be less, or not packed"
-                    )
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
-    return bytes(content)
-
-
-def parsed_json(value):
-    """Return what a text says as JSON; a value that is no text, or no JSON, stays as it is."""
-    if isinstance(value, str | bytes):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
-
-
-def parse_line(line):
-    """Return what a line of JSON says. Raises RowError."""
-    try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError:
-        raise RowError("invalid UTF-8") from None
-    except (ValueError, RecursionError):
-        raise RowError("no JSON") from None
-
-
-def without_nulls(value):
-    """Return a value of a table without null fields: a struct there has the fields of all of them.
-
-    Dates and the like are texts. So is binary; if it is no UTF-8, the text is no Unicode, and a row
-    that needs it is left out, see checked_text.
-    """
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, bytes):
-        return value.decode(errors="surrogateescape")
-    return value if isinstance(value, int | float | str | None) else str(value)
-
-
-def table_rows(path):
-    """Return the rows of a Parquet file. Raises UserError."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UserError(f"{path}: Parquet needs pyarrow: pip install pyarrow")
-    import pyarrow.parquet
-
-    try:
-        return without_nulls(pyarrow.parquet.read_table(path).to_pylist())
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
-
-
-def file_rows(path):
-    """Return the rows of a file: the lines of JSON lines, the items of one JSON list, one object, or
-    the rows of .parquet. .gz and .zst are unpacked. Raises UserError.
-    """
-    if not Path(path).exists():
-        raise UserError(
-            f"{path}: no such file; data/tasks.py writes files of small tasks, and `hf download NAME "
-            "--repo-type dataset` gets those of the hub"
-        )
-    if Path(path).is_dir():
-        raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
-    if path.lower().endswith((".csv", ".tsv", ".xlsx", ".arrow")):
-        raise UserError(
-            f"{path}: must be .jsonl, .json or .parquet, perhaps packed as .gz or .zst; "
-            "pandas.read_csv(FILE).to_json(FILE, orient='records', lines=True) makes .jsonl of .csv"
-        )
-    if path.lower().endswith(".parquet"):
-        return table_rows(path)
-    # Some editors put a mark, of three bytes, before UTF-8.
-    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    value = parsed_json(content)
-    if isinstance(value, bytes):  # JSON lines are no JSON after the first
-        return content.rstrip().splitlines()
-    return value if isinstance(value, list) else [value]
-
-
-def parse_rows(path, rows, parse):
-    """Return a RowReport, and number of a row -> (format, item), what `parse` returns for it.
-
-    rows: dicts, or lines of JSON; blank lines are skipped. parse(row, notes) adds (kind, name) of what
-    it does not use to the set `notes`, and raises RowError. Such rows are left out, and the report
-    counts them by fault.
-    """
-    report = RowReport(path)
-    items = {}  # number -> (format, item)
-    known = set()  # hashes of rows
-    for number, row in enumerate(rows, 1):
-        if isinstance(row, bytes) and not row.strip():
-            continue
-        notes = set()
-        try:
-            if isinstance(row, bytes):
-                row = parse_line(row)
-            if not isinstance(row, dict):
-                raise RowError("no JSON object")
-            report.fields = report.fields or ", ".join(row)
-            items[number] = parse(row, notes)
-        except UserError as error:  # a chat template refuses some conversations
-            report.leave_out(number, str(error))
-            continue
-        digest = hash(repr(row))
-        if digest in known:
-            report.twice.append(number)
-        known.add(digest)
-        for kind, name in sorted(notes):
-            report.notes.setdefault(kind, collections.Counter())[name] += 1
-    return report, items
-
-
-def finish_rows(report, items, log):
-    """Return the items of parse_rows that are left, without their formats; log the report.
-
-    Raises UserError if there are none.
-    """
-    report.used.update(name for name, _ in items.values())
-    report.twice = [number for number in report.twice if number in items]
-    if not items:
-        raise UserError(
-            f"{str(report).removeprefix('data: ')}; must hold one usable row at least ('Your rows' in "
-            f"docs/sft.md lists the forms); fields of the first row: {report.fields!r:.300}"
-        )
-    log(report)
-    return [item for _, item in items.values()]
-
-
-# === end: reader ===
-# === shared: turns ===
-# What data sets call the roles. Without a template a model reads what a tool says like a user's turn.
-TOOL_ROLES = "tool function observation ipython tool_response function_response".split()
-CALL_ROLES = ("function_call", "tool_call")
-ROLES = {
-    **dict.fromkeys(("system", "developer"), "<|system|>"),
-    **dict.fromkeys(("user", "human", "prompter", *TOOL_ROLES), "<|user|>"),
-    **dict.fromkeys("assistant gpt chatgpt model bot chatbot ai".split(), "<|assistant|>"),
-    **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
-}
-THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
-CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fields at least
-MESSAGE_FIELDS = ("role", "from", *CONTENTS, "function_call", "weight", "train", "loss")
-MEDIA = "image images image_url audio audios video videos".split()
-# Fields of rows and messages that say something about the answer. Others (id, source) are columns.
-LOSSES = (
-    "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
-    "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
-    "system system_prompt history context documents chat_template_kwargs choices options passage "
-    "starter_code"
-).split()
-CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
-# Names of the field that asks, in this order.
-QUESTIONS = ("prompt", "question", "problem", "instruction", "query", *CONVERSATIONS)
-QUESTIONS += ("input", "context", "inputs")
-
-
-def checked_text(text):
-    """Return a text, which is Unicode. Raises RowError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RowError("no Unicode: half a surrogate pair, or bytes that are no UTF-8") from None
-    return text
-
-
-def is_blank(value):
-    """Return whether a field's value is white space, or an empty list."""
-    return value == [] or (isinstance(value, str) and not value.strip())
-
-
-def message_role(value):
-    """Return the role token of a JSON value that is a message, in OpenAI's form or ShareGPT's, or None."""
-    if not isinstance(value, dict) or {*value}.isdisjoint(CONTENTS):
-        return None
-    name = value.get("role") or value.get("from")
-    return ROLES.get(str(name).strip().lower())
-
-
-def given_fields(row):
-    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text.
-
-    All messages of such a text have known roles. Those of an answer end with the assistant's: other
-    JSON is what the answer says.
-    """
-    given = {name: value for name, value in row.items() if value is not None}
-    for name in given.keys() & {"prompt", "completion", "chosen", "rejected"}:
-        messages = parsed_json(given[name])
-        roles = [*map(message_role, messages)] if isinstance(messages, list) else []
-        if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
-            given[name] = messages
-    return given
-
-
-def text_of(row, *names):
-    """Return the text in the first of these fields that a row has and that is not null.
-
-    A number is read as text. Raises RowError.
-    """
-    name = next((name for name in names if row.get(name) is not None), None)
-    if name is None:
-        raise RowError(f"missing field {' or '.join(map(repr, names))}")
-    value = row[name]
-    if type(value) in (int, float) and abs(value) < math.inf:
-        value = json.dumps(value)
-    if not isinstance(value, str):
-        raise RowError(f"field {name!r} is no text")
-    return checked_text(value)
-
-
-def parsed_list(row, name):
-    """Return the objects in a field: a list, one alone, or none; some data sets write JSON text.
-
-    Raises RowError.
-    """
-    value = parsed_json(row.get(name) or [])
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RowError(f"field {name!r} is no list of objects")
-    return value
-
-
-def json_text(value):
-    """Return a value as JSON text, for own layouts. Raises RowError."""
-    return checked_text(json.dumps(value, ensure_ascii=False))
-
-
-FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-
-
-def flags_of(fields, *names):
-    """Return those of these fields of a row or message that say yes or no: name -> True or False."""
-    flags = {name: FLAGS.get(str(fields[name]).lower()) for name in names if name in fields}
-    return {name: flag for name, flag in flags.items() if flag is not None}
-
-
-def kto_flags(row):
-    """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
-
-    A `label` that is a number or a text says so beside `completion` alone, as TRL has it. Elsewhere
-    it may be a class.
-    """
-    if "completion" in row or isinstance(row.get("label"), bool):
-        return flags_of(row, "label", "kto_tag")
-    return flags_of(row, "kto_tag")
-
-
-def is_unlearned(fields):
-    """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned.
-
-    Of a row, `loss` may be a number that somebody measured.
-    """
-    return fields.get("loss") is False or False in flags_of(fields, "weight", "train").values()
-
-
-def note_fields(fields, known, prefix, notes):
-    """Add to notes, (kind, name), the fields of a row or message that are not used."""
-    for name, value in fields.items():
-        if name in known or value in (None, "", [], {}):
-            continue
-        if name in ("weight", "train", "loss") and value in (0, 1):
-            continue  # is_unlearned heeds them
-        kind = "not used" if name in LOSSES else "columns not read"
-        notes.add((kind, prefix + str(name)))
-
-
-def refuse_media(fields):
-    """Raise RowError if a row, a message or a part of one has an image, a sound or a film."""
-    for name in MEDIA:
-        if fields.get(name):
-            raise RowError(f"field {name!r}: the model reads text only")
-
-
-def joined_parts(parts):
-    """Return the text of a message's content that is a list of parts, and its thoughts.
-
-    Texts are joined as they are. Raises RowError for other parts.
-    """
-    texts = {"text": "", "thinking": ""}
-    for part in parts:
-        if isinstance(part, str):
-            part = {"text": part}
-        if not isinstance(part, dict):
-            raise RowError("a part of a content is no text")
-        # OpenAI's Responses have the prefixes.
-        kind = str(part.get("type", "text")).removeprefix("input_").removeprefix("output_")
-        if kind not in texts:
-            raise RowError(f"part of type {kind!r:.30}, which is not written")
-        texts[kind] += text_of(part, kind)
-    return texts["text"], texts["thinking"]
-
-
-def tool_calls(message):
-    """Return the calls of a message as transformers has them, arguments parsed. Raises RowError."""
-    calls = []
-    for call in parsed_list(message, "function_call") + parsed_list(message, "tool_calls"):
-        if "function" not in call:
-            call = {"type": "function", "function": call}
-        function = call["function"]
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError("a tool call without a name")
-        arguments = parsed_json(function.get("arguments") or {})
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return calls
-
-
-def own_text(content, thoughts, calls):
-    """Return a message as one text, the form of models without a chat template."""
-    lines = [content] if content else []
-    for call in calls:
-        function = call["function"]
-        said = {"name": function["name"], "arguments": function["arguments"]}
-        lines.append(f"<tool_call>{json_text(said)}</tool_call>")
-    text = "\n".join(lines)
-    return f"<think>\n{thoughts}\n</think>\n\n{text}" if thoughts else text
-
-
-def message_turn(message, notes):
-    """Return the turn of a message, (role token, text) and maybe the fields of chat_text.
-
-    The message has `role` and `content`, or `from` and `value`; null is as good as absent. Field
-    `train` is False if it is not learned. Raises RowError.
-    """
-    given = {name: value for name, value in message.items() if value not in (None, [], {})}
-    name = text_of(given, "role", "from").strip().lower()
-    if name not in ROLES:
-        raise RowError(f"unknown role {name!r:.30}")
-    refuse_media(given)
-    content = message.get("content", message.get("value"))
-    if name in CALL_ROLES:  # of ShareGPT: the text is a call
-        with contextlib.suppress(RowError):
-            given["tool_calls"] = parsed_list({"tool_calls": content}, "tool_calls")
-            content = None
-    calls = tool_calls(given)
-    thoughts = next((text_of(given, name) for name in THOUGHTS if given.get(name)), "")
-    if isinstance(content, list):
-        content, more_thoughts = joined_parts(content)
-        thoughts += more_thoughts
-    elif content is not None or not (calls or thoughts):
-        content = text_of(given, "content", "value")
-    fields = {name: value for name, value in given.items() if name not in MESSAGE_FIELDS}
-    if thoughts:  # which name a template knows them by differs
-        fields |= dict.fromkeys(THOUGHTS, thoughts)
-    if calls:
-        fields["tool_calls"] = calls
-    if name in TOOL_ROLES:
-        fields["role"] = "tool"
-    if is_unlearned(given):
-        fields["train"] = False
-    elif given.get("weight", 1) != 1:
-        notes.add(("not used", "weight"))
-    text = own_text(content, thoughts, calls)
-    return (ROLES[name], text, {"content": content, **fields}) if fields else (ROLES[name], text)
-
-
-def listed_turns(row, name, notes):
-    """Return the turns in a field of messages. Raises RowError."""
-    return [message_turn(message, notes) for message in parsed_list(row, name)]
-
-
-def field_turns(row, role, notes, name, *more):
-    """Return the turns in a field: messages, or a text, which is a turn of `role`.
-
-    The texts in `more` fields belong to that text.
-    """
-    value = row.get(name)
-    is_message = isinstance(value, dict) and not {"role", "from"}.isdisjoint(value)
-    if is_message or isinstance(value, list) or name in CONVERSATIONS:
-        return listed_turns(row, name, notes)
-    texts = [text_of(row, part) for part in (name, *more)]
-    return [(role, "\n\n".join(filter(None, texts)))]
-
-
-def tools_turn(tools):
-    """Return the turn that lists tools; without a chat template it is one of the system."""
-    text = "\n".join(json_text(tool) for tool in tools)
-    return "<|system|>", f"<tools>\n{text}\n</tools>", {"role": "tools", "content": tools}
-
-
-def leading_turns(row, turns):
-    """Return the turns of a row behind those of its fields `tools` and `system`. Raises RowError."""
-    refuse_media(row)
-    for name in ("system", "system_prompt"):
-        if row.get(name):
-            turn = ("<|system|>", text_of(row, name))
-            turns = turns if turns[:1] == [turn] else [turn, *turns]
-            break
-    tools = parsed_list(row, "tools")
-    if not tools:
-        functions = parsed_list(row, "functions")
-        tools = [{"type": "function", "function": function} for function in functions]
-    return [tools_turn(tools), *turns] if tools else turns
-
-
-def history_turns(row, notes):
-    """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
-    history = row.get("history") or []
-    if not isinstance(history, list):
-        raise RowError("field 'history' is no list")
-    messages = []
-    for item in history:
-        if isinstance(item, list) and len(item) == 2:
-            messages.append({"role": "user", "content": item[0]})
-            messages.append({"role": "assistant", "content": item[1]})
-        else:
-            messages.append(item)
-    return listed_turns({"history": messages}, "history", notes)
-
-
-def question_turns(row, notes):
-    """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
-
-    The question is messages, or a text. To that of `instruction` (Alpaca, Dolly) or `question` (SQuAD)
-    belong the texts of `input` and `context`; a `prompt` is whole. A blank field is no question where
-    another one is filled.
-    """
-    names = [name for name in QUESTIONS if name in row]
-    filled = [name for name in names if not is_blank(row[name])]
-    # The first that is filled, or else the first blank one; without any the error names `prompt`.
-    question = [*filled, *names, "prompt"][0]
-    used = [question]
-    is_part = question in ("instruction", "question", "input")
-    if is_part and not isinstance(row[question], list | dict):
-        used += [name for name in ("input", "context") if row.get(name) and name != question]
-    turns = field_turns(row, "<|user|>", notes, *used)
-    if str(row[question]).rstrip().endswith("Assistant:"):  # as of HH-RLHF's questions
-        notes.add(("already has roles, should be messages", question))
-    return [*history_turns(row, notes), *turns], [*used, "history"]
-
-
-# === end: turns ===
-# === shared: forms ===
-def without(turn, *names):
-    """Return a turn without these fields of its message."""
-    message = dict(*turn[2:])
-    if not message:
-        return turn
-    return *turn[:2], {name: value for name, value in message.items() if name not in names}
-
-
-def turn_form(turn, null, is_text, tool_role):
-    """Return a turn as some templates want it.
-
-    null: the content of a message that has none. is_text: whether arguments are JSON text.
-    tool_role: the role of a tool's result.
-    """
-    role, text, *fields = copy.deepcopy(turn)
-    for message in fields:
-        if message["content"] is None:
-            message["content"] = null
-        if message.get("role") == "tool":
-            message["role"] = tool_role
-        for call in message.get("tool_calls", []):
-            function = call["function"]
-            if is_text and not isinstance(function["arguments"], str):
-                function["arguments"] = json_text(function["arguments"])
-    return role, text, *fields
-
-
-def writes(text, content):
-    """Return whether a template's text has a content, trimmed, or as JSON."""
-    return content.strip() in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
-
-
-def is_rendered(text, turns):
-    """Return whether a template's text has all calls, none as Python writes it, and all their results."""
-    for _, content, *more in turns:
-        message = dict(*more)
-        if message.get("role") == "tool" and not writes(text, content):
-            return False
-        for call in message.get("tool_calls", []):
-            arguments = call["function"]["arguments"]
-            if arguments and not isinstance(arguments, str) and str(arguments) in text:
-                return False
-            if call["function"]["name"] not in text:
-                return False
-    return True
-
-
-def templated_turns(tokenizer, turns):
-    """Return turns in the form that the chat template of an imported model writes.
-
-    Templates want a message without text, the arguments of a call, and the role of a tool's result in
-    different forms. The first form counts in which the template writes every call and result; if there
-    is none, the first that it does not refuse. If it refuses all, the turns stay as they are.
-    """
-    if not any(fields for _, _, *fields in turns):
-        return turns
-    first = None  # of the forms that the template does not refuse
-    for form in itertools.product(("", None), (False, True), ("tool", "user")):
-        formed = [turn_form(turn, *form) for turn in turns]
-        with contextlib.suppress(UserError):
-            if is_rendered(chat_text(tokenizer, formed, False), turns):
-                return formed
-            first = first or formed
-    return first or turns
-
-
-def note_rendered(tokenizer, turns, notes):
-    """Add to notes texts and questions that a chat template has written already: they have its tokens.
-
-    Those that end an answer tell: they end questions, too, or begin the whole text.
-    """
-    pattern = stop_pattern(tokenizer)
-    for role, text, *_ in turns:
-        if role == "<|assistant|>" or not pattern.search(text):
-            continue
-        name = f"a turn of the {role.strip('<|>')} (rendered again)"
-        if not role:
-            name = "text (read as plain characters)"
-        notes.add(("already has chat tokens, should be messages", name))
-
-
-def is_written(tokenizer, turns, text):
-    """Return whether a template writes what these turns lack: without it the text is another one, or
-    the template refuses them, as Mistral's does a tool's result without its id.
-    """
-    try:
-        return chat_text(tokenizer, turns, False) != text
-    except UserError:
-        return True
-
-
-def fitted_turns(tokenizer, turns, notes):
-    """Return turns in the form that the tokenizer's layout has; notes get the fields that it lacks.
-
-    Raises UserError where a chat template refuses the conversation.
-    """
-    has_template = "template" in tokenizer.facts
-    if has_template:
-        note_rendered(tokenizer, turns, notes)
-    fields = {}
-    for _, _, *more in turns:
-        fields |= dict(*more)
-    written = ["role", "content", "train", "tool_calls", *THOUGHTS]
-    if not has_template or not turns[0][0]:  # no role: a plain text, which no template renders
-        note_fields(fields, written, "message.", notes)
-        return turns
-    turns = templated_turns(tokenizer, turns)
-    text = chat_text(tokenizer, turns, False)
-    for name in fields.keys() - {*written}:
-        if is_written(tokenizer, [without(turn, name) for turn in turns], text):
-            written.append(name)
-    note_fields(fields, written, "message.", notes)
-    for role, content, *more in turns:
-        name = dict(*more).get("role", role.strip("<|>"))
-        if name == "tools":  # the first turn, see leading_turns
-            if not is_written(tokenizer, turns[1:], text):
-                notes.add(("not written", "tools"))
-        elif role != "<|assistant|>" and not writes(text, content):
-            notes.add(("not written", f"a turn of the {name}"))
-    return turns
-
-
-# === end: forms ===
-# === shared: ends ===
-def stop_ids(tokenizer):
-    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
-    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
-    if tokenizer.roles:
-        stop.add(tokenizer.roles["<|end|>"])
-    return frozenset(stop)
-
-
-# === end: ends ===
-
-
-# === shared: text ===
-def decode_bytes(tokenizer, ids):
-    """Return the bytes of tokens that begin a document; data/prepare.py counts exactly these."""
-    ids = np.asarray(ids, dtype=np.int64)
-    previous = np.append(tokenizer.bos_id, ids)[:-1]
-    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
-    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
-    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
-
-
-def completion(tokenizer, prompt, ids):
-    """Return the text of `ids`, sampled after the ids of a prompt. BOS and roles are no text."""
-    length = len(decode_bytes(tokenizer, prompt))
-    return decode_bytes(tokenizer, [*prompt, *ids])[length:].decode(errors="replace")
-
-
-# === end: text ===
-
-
-# === shared: chat ===
-def refuse_unlearned(row):
-    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
-    if is_unlearned(row):
-        raise RowError("weight 0, or train or loss false")
-    if "completions" in row and "labels" in row:
-        raise RowError("completions with labels (process supervision), which no script reads")
-
-
-def letters(text):
-    """Return a text without white space and the marks of thoughts, which templates rewrite."""
-    return re.sub(r"\s|</?think>", "", text)
-
-
-def check_text(tokenizer, turn, part):
-    """Raise RowError if a chat template drops or cuts the text of an answer that is learned, a turn.
-
-    part: what the template writes of it, up to the first end token.
-    """
-    _, text, *fields = turn
-    message = dict(*fields)
-    if not message.get("train", True):
-        return
-    ends = stop_pattern(tokenizer)
-    end = ends.search(text)
-    if end and ends.sub("", text[end.end() :]).strip():
-        raise RowError(f"an answer has text after the end token {end[0]!r}")
-    content = ends.sub("", message.get("content", text) or "")
-    if letters(content) not in letters(part):
-        name = "text before </think>" if "</think>" in content else "text"
-        raise RowError(
-            f"the chat template drops {name} of an answer; import the model with an edited copy of it"
-        )
-
-
-def check_answer(tokenizer, turns, text):
-    """Raise RowError if the template's text of turns lacks calls or thoughts of the last, an answer."""
-    *before, answer = turns
-    message = dict(*answer[2:])
-    if not message.get("train", True):
-        return
-    parts = []
-    calls = message.get("tool_calls", [])
-    for number in range(len(calls)):
-        rest = {**message, "tool_calls": calls[:number] + calls[number + 1 :]}
-        parts.append(("tool_calls", (*answer[:2], rest)))
-    thoughts = next((name for name in message if name in THOUGHTS), None)
-    if thoughts:
-        parts.append((thoughts, without(answer, *THOUGHTS)))
-    for name, rest in parts:
-        if chat_text(tokenizer, [*before, rest], False) == text:
-            raise RowError(
-                f"the chat template does not write {name!r} of an answer; must be in its text"
-            )
-
-
-def answered_text(tokenizer, turns):
-    """Return the text of turns by an imported model's chat template up to the end of the last answer,
-    and where that begins. The last turn is the assistant's. Raises RowError.
-
-    The answer is what the model itself would write: it begins where the prompt ends, and ends with
-    the first token that stops an answer.
-    """
-    prompt = chat_text(tokenizer, turns[:-1], True)
-    text = chat_text(tokenizer, turns, False)
-    stop = stop_pattern(tokenizer).search(text, len(prompt))
-    if not text.startswith(prompt):
-        context = chat_text(tokenizer, turns[:-1], False)
-        opening = prompt.removeprefix(context)
-        if opening == prompt or not text.startswith(context):
-            raise RowError("the chat template does not write the answer as the model would")
-        raise RowError(
-            f"the chat template ends a prompt with {opening!r:.80}, but begins the answer without it; "
-            "convert.py import --set NAME=VALUE (such as enable_thinking=true) or an edited copy of "
-            "the template may help"
-        )
-    if stop is None:
-        raise RowError(
-            "after an answer the chat template writes no end token "
-            f"({' '.join(stop_texts(tokenizer)):.80}); import the model again"
-        )
-    check_answer(tokenizer, turns, text)
-    return text[: stop.end()], len(prompt)
-
-
-def read_rows(path, parse, log):
-    """Return what `parse` makes of the rows of a file, see parse_rows. Raises UserError."""
-    return finish_rows(*parse_rows(path, file_rows(path), parse), log)
-
-
-# === end: chat ===
-# === shared: conversations ===
-ANSWERS = ("completion", "response", "output", "solution", "answer", "continuation")
-ANSWERS += ("target", "targets")
-
-
-def as_context(turn):
-    """Return a turn of a prompt: of messages no answer is learned, as in TRL."""
-    role, text, *fields = turn
-    if role != "<|assistant|>":
-        return turn
-    return role, text, {"content": text, **dict(*fields), "train": False}
-
-
-def row_turns(row, notes):
-    """Return the format of a row and its turns, (role token, text, …); plain text is a turn without role.
-
-    The assistant has a turn, and none of its turns is empty. Fields that are null are as good as
-    absent; notes get (kind, name) of those that are not used. Raises RowError.
-    """
-    row = given_fields(row)
-    refuse_unlearned(row)
-    answer = next((name for name in ANSWERS if name in row), None)
-    has_question = not ({*QUESTIONS} - {*CONVERSATIONS}).isdisjoint(row)
-    conversations = [name for name in CONVERSATIONS if name in row]
-    listed = [name for name in conversations if not is_blank(row[name])]
-    if not (has_question or "text" in row):
-        listed += conversations  # a blank one, if there is no other
-    is_text = "text" in row and not listed and not (has_question and answer)
-    flags = kto_flags(row)
-    if is_text:
-        flags.pop("label", None)  # a class of the text
-    for flag, is_good in flags.items():
-        if not is_good:
-            raise RowError(f"{flag} false: an answer that is not to be learned")
-    if listed:
-        name = CONVERSATIONS[listed[0]]
-        turns = listed_turns(row, listed[0], notes)
-        used = listed[:1]
-        is_asked = turns and turns[-1][0] == "<|user|>"
-        if is_asked and answer and not is_blank(row[answer]):  # the answer is in another field
-            turns += field_turns(row, "<|assistant|>", notes, answer)
-            used.append(answer)
-    elif is_text:
-        if "role" in row:
-            raise RowError("one message of a conversation, which must be a row of 'messages'")
-        name = "text"
-        turns = [("", text_of(row, "text"))]
-        used = ["text"]
-    elif "chosen" in row:
-        raise RowError("chosen and rejected, which train_dpo.py reads")
-    elif has_question:
-        name = "Alpaca" if "instruction" in row else "prompt/completion"
-        question = row
-        if "instruction" in row and str(row.get(answer, row)) in str(row.get("prompt", "")):
-            question = {**row, "prompt": ""}  # it is the text of the whole row
-        turns, used = question_turns(question, notes)
-        if not row.get("history"):  # whose answers are learned, as in LLaMA-Factory
-            turns = [as_context(turn) for turn in turns]
-        if answer is None:
-            raise RowError(f"missing field {' or '.join(map(repr, ANSWERS))}")
-        turns += field_turns(row, "<|assistant|>", notes, answer)
-        used.append(answer)
-    else:
-        raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
-    if name != "text":
-        turns = leading_turns(row, turns)
-        used += ["system", "system_prompt", "tools", "functions"]
-    used += flags
-    note_fields(row, used, "", notes)
-    check_turns(turns, notes)
-    return name, turns
-
-
-def is_learned(turn):
-    """Return whether an answer is learned: the field `train` of its message is not False."""
-    return dict(*turn[2:]).get("train", True)
-
-
-def check_turns(turns, notes):
-    """Raise RowError unless an answer is to be learned, and none of these is empty."""
-    answers = [turn for turn in turns if turn[0] in ("<|assistant|>", "")]
-    if not answers:
-        raise RowError("no turn of the assistant")
-    learned = [turn for turn in answers if is_learned(turn)]
-    if not learned:
-        raise RowError("no answer is to be learned")
-    if not all(text.strip() for _, text, *_ in learned):
-        raise RowError("empty answer")
-    if any(dict(*turn[2:]).get("refusal") for turn in learned):
-        raise RowError("field 'refusal' of an answer, which is not written")
-    if turns[-1][0] not in ("<|assistant|>", ""):
-        notes.add(("not learned", "turns after the last answer"))
-    if turns[0][0] == "<|assistant|>":
-        notes.add(("not learned", "no turn before the first answer"))
-
-
-# === end: conversations ===
 
 
 # === shared: model ===
@@ -3287,71 +1145,6 @@ def choose_kernels(choice, network, runtime, log):
 
 
 # === end: kernels ===
-
-
-# === shared: lora ===
-class Lora(nn.Module):
-    """W + alpha / rank B A in place of a matrix W (out, in): LoRA, arXiv 2106.09685.
-
-    It is a parametrization, which keeps W as `original`. A (rank, in) is normal with the standard
-    deviation in**-0.5, and B (out, rank) is 0: a new adapter changes nothing, bit for bit.
-    """
-
-    def __init__(self, weight, rank, alpha):
-        super().__init__()
-        rows, columns = weight.shape
-        self.lora_a = nn.Parameter((torch.randn(rank, columns) * columns**-0.5).to(weight))
-        self.lora_b = nn.Parameter(weight.new_zeros(rows, rank))
-        self.register_buffer("scale", weight.new_tensor(alpha / rank))
-
-    def forward(self, weight):
-        """Return the sum, made in the adapter's dtype, in that of the weight, which may be frozen."""
-        total = torch.addmm(weight.to(self.lora_a), self.scale * self.lora_b, self.lora_a)
-        return total.to(weight)
-
-
-def setup_lora_adapter(model, rank=8, alpha=16.0):
-    """Put an adapter on every matrix of mixers and MLPs, and return the model.
-
-    Mixers or MLPs that layers share have one adapter. Every forward computes the sums again:
-    generate under torch.no_grad() and parametrize.cached(). Raises UserError if the model has
-    adapters already.
-    """
-    matrices = [
-        name
-        for name, _ in model.named_parameters()
-        if re.fullmatch(r"(mixers|blocks)\.[\w.]*\bw_\w+", name)
-    ]
-    if not matrices:
-        raise UserError("setup_lora_adapter: the model has adapters; merge_lora(model) first")
-    for name in matrices:
-        path, _, last = name.rpartition(".")
-        module = model.get_submodule(path)
-        adapter = Lora(getattr(module, last), rank, alpha)
-        parametrize.register_parametrization(module, last, adapter)
-    return model
-
-
-@torch.no_grad()
-def merge_lora(model):
-    """Add the adapters to the weights, as QAT and export need it, and return the plain model.
-
-    All weights are float32 afterwards, those that were frozen in bfloat16 too, and so are the sums.
-    """
-    for param in model.parameters():
-        param.data = widened(param.data)
-    for module in list(model.modules()):
-        if parametrize.is_parametrized(module):
-            adapted = module.parametrizations
-            # torch's own removal changes the class, which copies of the module share.
-            module.__class__ = type(module).__base__
-            del module.parametrizations
-            for name, part in adapted.items():
-                setattr(module, name, part.original.copy_(part()))
-    return model
-
-
-# === end: lora ===
 
 
 # === shared: optimizer ===
@@ -4540,6 +2333,872 @@ def fill_network(network, tensors):
 # === end: rebuild ===
 
 
+# === shared: files ===
+def sha256_file(path):
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    # Shards and checkpoints are mapped, not read into memory. An empty file cannot be mapped.
+    data = np.memmap(path, mode="r") if os.path.getsize(path) else b""
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_json(value, kind, path):
+    """Raise UserError unless a value read from JSON has the kind: a type, [kind of all elements] or
+    {key: kind}.
+
+    A key that ends in "?" may be missing or null, and other keys than these are not looked at. An
+    int is 0 or more, and may stand for a float. path: what the error calls the value.
+    """
+    expected = kind if isinstance(kind, type) else type(kind)
+    is_right = type(value) is expected or (type(value), expected) == (int, float)
+    if not is_right or (expected is int and value < 0):
+        allowed = "int, 0 or more" if expected is int else expected.__name__
+        shown = "missing" if value is None else repr(value)
+        raise UserError(f"{path} is {shown:.60}, must be of type {allowed}")
+    if isinstance(kind, list):
+        for i, part in enumerate(value):
+            check_json(part, kind[0], f"{path}[{i}]")
+    if isinstance(kind, dict):
+        for key, part in kind.items():
+            name = key.rstrip("?")
+            if key == name or value.get(name) is not None:
+                check_json(value.get(name), part, f"{path}.{name}")
+
+
+# === end: files ===
+
+
+# === shared: tokenizer ===
+@dataclass
+class Tokenizer:
+    """A tokenizer, from `read_tokenizer`, and the bytes that each token decodes to.
+
+    After a boundary (a control, unknown or unused token) they are without the space that some
+    SentencePiece models put before every text.
+    """
+
+    file: str  # name of the file that holds the tokenizer; "bytes" needs none
+    content: bytes  # of that file; its SHA-256 tells tokenizers apart
+    bos_id: int
+    pieces: list  # bytes that each token decodes to, b"" for boundaries
+    # Of ENCODINGS: sha256, bos_id, vocab_size, split. Every SentencePiece file: stop. An imported model's
+    # file (see convert.py) also: ranks or sentencepiece; bos, added, flags, nfc, normalized,
+    # begins_with_bos, which encode texts; stop, the ids that end an answer; text_end, that of a text;
+    # template, tool_template, names, which render conversations; unused_templates, template_end.
+    facts: dict
+    drops_space: np.ndarray | bool = False  # (V,) bool, loses its first space after a boundary
+    proto: bytes = b""  # the SentencePiece model, if the file has one
+    encode: Callable = None  # see set_encoders; this and what follows are of add_encoder
+    encode_marked: Callable = None
+    roles: dict = None
+
+    def __post_init__(self):
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        self.vocab_size = len(self.pieces)
+        self.boundary = np.array([piece == b"" for piece in self.pieces])  # (V,)
+        self.drops_space = np.broadcast_to(self.drops_space, self.vocab_size)
+
+
+def read_tokenizer(path, facts):
+    """Return the Tokenizer of a SentencePiece file or a rank file NAME.tiktoken, or the built-in
+    one, `bytes`.
+
+    facts: bos_id and vocab_size, which a rank file does not contain. Raises UserError.
+    """
+    path = Path(path)
+    if path.name == "bytes":  # pad, BOS, EOS and unknown, then 256 bytes, then 4 roles
+        pieces = [b""] * 4 + [bytes([byte]) for byte in range(256)] + [b""] * 4
+        return Tokenizer("bytes", b"underpar bytes 264", 1, pieces, {})
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".tiktoken":
+            return rank_tokenizer(path.name, content, facts)
+        return sentencepiece_tokenizer("tokenizer.model", content, content, {})
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"tokenizer {path}: {error}; must be a SentencePiece model with a BOS token, the rank "
+            "file NAME.tiktoken of an imported model or of a published encoding (gpt2, cl100k_base, "
+            "o200k_base), or bytes"
+        ) from error
+
+
+def rank_tokenizer(file, content, facts):
+    """Return the tokenizer of a rank file: a line per piece, in base64, and its id.
+
+    facts: of ENCODINGS. The file of an imported model is JSON with facts of its own: such lines are
+    `ranks`, or a SentencePiece model is `sentencepiece`.
+    """
+    ranks = content
+    if content.startswith(b"{"):
+        facts = json.loads(content)
+        if "sentencepiece" in facts:
+            proto = base64.b64decode(facts["sentencepiece"])
+            return sentencepiece_tokenizer(file, content, proto, facts)
+        ranks = facts["ranks"]
+    if not facts:
+        raise ValueError("another name than those of published encodings")
+    pieces = [b""] * facts["vocab_size"]  # special tokens and unused ids stay b""
+    for line in ranks.splitlines():
+        piece, rank = line.split()
+        pieces[int(rank)] = base64.b64decode(piece)
+    return Tokenizer(file, content, facts["bos_id"], pieces, facts)
+
+
+def sentencepiece_tokenizer(file, content, proto, facts):
+    """Return the tokenizer of a file that has a SentencePiece model, whose bytes are `proto`."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    if model.bos_id() < 0:
+        raise ValueError("empty, or without the BOS token of every document")
+    pieces = []
+    drops_space = []
+    for i in range(model.vocab_size()):
+        name = model.id_to_piece(i)
+        piece = name.replace("\u2581", " ").encode()  # SentencePiece's mark of a space
+        if model.is_byte(i):
+            piece = bytes.fromhex(name[3:5])  # a byte's name is "<0x41>"
+        elif model.is_control(i) or model.is_unknown(i):
+            piece = b""
+        pieces.append(piece)
+        # A space that the model's own decoder leaves out, the dummy prefix, is not in the text.
+        drops_space.append(piece == b" " + model.decode([i]).encode())
+    return Tokenizer(file, content, model.bos_id(), pieces, facts, drops_space, proto)
+
+
+# === end: tokenizer ===
+
+
+# === shared: settings ===
+# What records of nanoGPT and Parameter Golf have and these scripts have not: it is accepted at 0.
+ABSENT_FEATURES = (
+    "ADAM_WD",
+    "CASEOPS_ENABLED",
+    "DROPOUT",
+    "GATED_ATTN_ENABLED",
+    "GPTQ_CALIBRATION_BATCHES",
+    "LN_SCALE",
+    "LORA_DROPOUT",
+    "MTP_NUM_HEADS",
+    "NUM_LOOPS",
+    "PARALLEL_START_LAYER",
+    "PHASED_TTT_ENABLED",
+    "RECUR_LAYERS",
+    "RECUR_START_STEP",
+    "SMEAR_GATE_ENABLED",
+    "SPARSE_ATTN_GATE_ENABLED",
+    "VE_ENABLED",
+    "XSA_LAST_N",
+)
+
+# Names that nanoGPT, modded-nanogpt, Parameter Golf, TRL and older versions of these scripts use.
+# In the environment they are errors, not ignored in silence. A text is the setting, here or in
+# another script, that does the same job. A number is the value of a constant: the name is accepted
+# with this value, so that pasted commands run.
+OTHER_NAMES = {
+    "ADAM_EPS": 1e-8,
+    "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
+    "BETA": "KL_BETA",
+    "BETA1": 0.9,
+    "BETA2": 0.99,
+    "BIGRAM_DIM": 64,
+    "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "DATASET": "DATA_PATH",
+    "EMA_DECAY": "EMA",
+    "EMA_ENABLED": "EMA",
+    "EMBED_BITS": 8,
+    "EMBED_LR": "TIED_EMBED_LR",
+    "ENTROPY_COEFF": "ENTROPY_BETA",
+    "ENT_COEF": "ENTROPY_BETA",
+    "EPSILON": "LEFT_CLIP_RANGE",
+    "EPSILON_HIGH": "RIGHT_CLIP_RANGE",
+    "EVAL_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "EVAL_STEPS": "VAL_LOSS_EVERY",
+    "GPTQ_RESERVE_SECONDS": "RESERVE_SECONDS",
+    "GRADIENT_ACCUMULATION_STEPS": "MICRO_BATCH_TOKENS",
+    "GRADIENT_CHECKPOINTING": "ACTIVATION_CHECKPOINTING",
+    "GRAD_CLIP": "GRAD_CLIP_NORM",
+    "HOLDOUT_TOKENS": 131072,
+    "KL_COEF": "KL_BETA",
+    "LATE_QAT": "QAT",
+    "LATE_QAT_THRESHOLD": "QAT",
+    "LEARNING_RATE": "MATRIX_LR",
+    "LOGIT_SOFTCAP": 30.0,
+    "LOG_SECONDS": 10.0,
+    "LORA_R": "LORA_RANK",
+    "LOSS_TYPE": "REDUCTION",
+    "LR": "LEARNING_RATE",
+    "LR_SCHEDULER_TYPE": "LR_SCHEDULE",
+    "MAX_COMPLETION_LENGTH": "MAX_NEW_TOKENS",
+    "MAX_GRAD_NORM": "GRAD_CLIP_NORM",
+    "MAX_ITERS": "ITERATIONS",
+    "MAX_LENGTH": "TRAIN_SEQ_LEN",
+    "MAX_SEQ_LEN": "TRAIN_SEQ_LEN",
+    "MAX_STEPS": "ITERATIONS",
+    "MIN_LR": "LR_FLOOR",
+    "MODEL_NAME_OR_PATH": "INIT_FROM",
+    "MUON_BACKEND_STEPS": 5,
+    "MUON_MOMENTUM": 0.95,
+    "MUON_MOMENTUM_WARMUP_START": 0.85,
+    "MUON_MOMENTUM_WARMUP_STEPS": "MUON_WARMUP_FRAC",
+    "MUON_WARMUP_FRAC": 0.05,
+    "MUON_WEIGHT_DECAY": "MUON_WD",
+    "NUM_GENERATIONS": "GROUP_SIZE",
+    "NUM_ITERATIONS": "EPOCHS",
+    "NUM_TRAIN_EPOCHS": "ITERATIONS",
+    "N_EMBD": "MODEL_DIM",
+    "N_HEAD": "NUM_HEADS",
+    "N_LAYER": "NUM_LAYERS",
+    "OUTPUT_DIR": "OUT_DIR",
+    "PER_DEVICE_TRAIN_BATCH_SIZE": "MICRO_BATCH_TOKENS",
+    "QAT_ENABLED": "QAT",
+    "QK_NORM": "QK_GAIN_INIT",
+    "REPORT_TO": "TRACKER",
+    "ROPE_BASE": 10000.0,
+    "SAVE_STEPS": "SAVE_EVERY",
+    "SEQ_LEN": "TRAIN_SEQ_LEN",
+    "SWA_ENABLED": "SWA",
+    "SWA_EVERY": "SWA",
+    "TIED_EMBED_INIT_STD": 0.005,
+    "TTT_ENABLED": "TTT_LORA_RANK",
+    "TTT_LORA_RANK": 0,
+    "USE_PEFT": "LORA_RANK",
+    "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
+    "WARMUP_ITERS": "WARMUP_FRAC",
+    "WARMUP_RATIO": "WARMUP_FRAC",
+    "WARMUP_STEPS": 2,
+    "WEIGHT_DECAY": "MUON_WD",
+    **dict.fromkeys(ABSENT_FEATURES, 0),
+}
+
+# What does in another program what these constants leave out.
+OTHER_PROGRAMS = {
+    "GPTQ_CALIBRATION_BATCHES": "; python quantize.py pack RUN OUT --gptq DATA does it",
+    "TTT_LORA_RANK": "; python tools/adapt.py RUN scores a finished run with test-time training",
+}
+
+# Names of other projects for what changes no result, so that pasted commands run: how often a line is
+# logged (LOG_SECONDS), the tokens of a batch of validation, and details of test-time training, which
+# tools/adapt.py does.
+HARMLESS_NAMES = (
+    "LOGGING_STEPS",
+    "LOG_INTERVAL",
+    "PER_DEVICE_EVAL_BATCH_SIZE",
+    "TRAIN_LOG_EVERY",
+    "TTT_CHUNK_SIZE",
+    "TTT_EPOCHS",
+    "TTT_LORA_LR",
+    "TTT_LR",
+    "VAL_BATCH_SIZE",
+)
+
+# The settings of all scripts that the table above does not name: one that is meant for another
+# script is an error there. Those of this script are known without it.
+OUR_SETTINGS = {
+    "ARCH_MODE",
+    "ARTIFACT",
+    "ARTIFACT_BYTES_MAX",
+    "ATTN_WINDOW",
+    "BIGRAM_VOCAB_SIZE",
+    "CENTERING",
+    "COMPILE",
+    "CONFIG",
+    "CREDIT",
+    "DEVICE",
+    "DISCOUNT",
+    "DTYPE",
+    "ENVIRONMENT",
+    "EVAL_PROMPTS",
+    "EVAL_SAMPLES",
+    "EVAL_STATEFUL",
+    "EVAL_STRIDE",
+    "GAE_LAMBDA",
+    "GDN_LIGHT",
+    "HEAD_LR",
+    "HELD_OUT",
+    "IMPORTANCE",
+    "KD_ALPHA",
+    "KD_BETA",
+    "KD_LOSS",
+    "KD_TEMPERATURE",
+    "KD_TOP_K",
+    "KERNELS",
+    "KL_SHAPING",
+    "KL_TARGET",
+    "LABEL_SMOOTHING",
+    "LAYER_PATTERN",
+    "LAYOUT",
+    "LORA_ALPHA",
+    "LOSS",
+    "MARGIN",
+    "MARK",
+    "MATRIX_BITS",
+    "MAX_TURNS",
+    "MAX_WALLCLOCK_SECONDS",
+    "MEMORY_SNAPSHOT",
+    "MINI_BATCHES",
+    "MLP",
+    "MLP_MULT",
+    "MODE",
+    "NORM",
+    "NUM_KV_HEADS",
+    "NUM_SAMPLES",
+    "OBJECTIVE",
+    "OPTIMIZER",
+    "PAIRS_PER_STEP",
+    "POSITIONS",
+    "PROMPT",
+    "PROMPTS_PER_STEP",
+    "RATIO_LIMIT",
+    "REPLAY",
+    "RESAMPLE_ROUNDS",
+    "RESUME",
+    "REWARD",
+    "REWARD_MODEL",
+    "REWARD_SECONDS",
+    "ROPE_DIMS",
+    "RUN_ID",
+    "SAMPLES_EVERY",
+    "SCALAR_LR",
+    "SCALE_REWARDS",
+    "SCORE",
+    "SCORE_FILE",
+    "SCORE_JUDGE",
+    "SCORE_MODEL",
+    "SCORE_PATH",
+    "SEED",
+    "SHARD",
+    "STATEFUL",
+    "SYSTEM",
+    "TARGET_VAL_LOSS",
+    "TEACHER",
+    "TEMPERATURE",
+    "TIE_EMBEDDINGS",
+    "TOKENIZER_PATH",
+    "TOKEN_NOISE",
+    "TOOLS",
+    "TOP_K",
+    "TOP_P",
+    "TRAIN_FILES",
+    "TRAIN_ON",
+    "VAL_FILES",
+    "VOCAB_SIZE",
+    "WARMDOWN_ITERS",
+}
+
+
+def setting_text(value):
+    """Return the value of a setting as the environment has it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def parse_setting(setting, text):
+    """Return the value of a setting that is written as text. Raises UserError: what is allowed."""
+    kind = setting.type
+    value = text
+    if kind is str:
+        return text
+    if kind is Paths:
+        # A shell replaces `~` in OUT_DIR=~/x, but not in a config, in quotes or in --out_dir=~/x.
+        return ",".join(map(os.path.expanduser, text.split(",")))
+    if kind in (int, float):
+        low, high = setting.metadata.get("bounds", (0, math.inf))
+        allowed = f"a {'whole ' * (kind is int)}number from {low} to {high}"
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if low <= value <= high and value < math.inf:  # a NaN is in no range
+                return value
+    else:
+        choices = {setting_text(choice): choice for choice in get_args(kind) or (False, True)}
+        allowed = f"one of {', '.join(choices)}"
+        if text in choices:
+            return choices[text]
+    raise UserError(f"{setting.name.upper()}={value!r}: must be {allowed}")
+
+
+def check_settings(settings):
+    """Check all fields of a settings dataclass, which a program may have built. Raises UserError."""
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        kind = type(parse_setting(setting, setting_text(value)))
+        # An int may stand for a float, but no number for a bool and no bool for a number.
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            raise UserError(f"{setting.name.upper()}={value!r}: must be of type {kind.__name__}")
+
+
+def check_name(name, text, names):
+    """Raise UserError for a name that is no setting, with the one that was probably meant.
+
+    A name for a constant is accepted with the constant's value, and a harmless one with any.
+    """
+    if name in HARMLESS_NAMES:
+        print(f"note: {name}={text!r} is not used: it changes no result", file=sys.stderr)
+        return
+    meant = name
+    while meant not in names and isinstance(OTHER_NAMES.get(meant), str):
+        meant = OTHER_NAMES[meant]
+    message = f"{name}={text!r}: no setting of this script"
+    close_names = difflib.get_close_matches(meant, names, 1)
+    if meant != name and meant not in names:
+        close_names = []  # another script has it
+    if meant not in names and meant in OTHER_NAMES:
+        with contextlib.suppress(ValueError):
+            if float(text) == OTHER_NAMES[meant]:
+                return
+        message += f", in which {meant} is always {OTHER_NAMES[meant]}"
+        message += OTHER_PROGRAMS.get(meant, "")
+    elif close_names:
+        message += f"; did you mean {close_names[0]}?"
+    raise UserError(
+        f"{message} (--help lists the settings; IGNORE_ENV={name} ignores it in the environment)"
+    )
+
+
+def read_environment(environ, names):
+    """Return the environment variables that are settings, and those that look meant as settings but
+    are none here: near misses, names in the tables above, numbers that this script has as constants.
+    """
+    constants = [name for name, value in globals().items() if type(value) in (int, float)]
+    known = {
+        *names,
+        *constants,
+        *OUR_SETTINGS,
+        *HARMLESS_NAMES,
+        *OTHER_NAMES,
+        *OTHER_NAMES.values(),
+    }
+    ignored = re.findall(r"[^,\s]+", environ.get("IGNORE_ENV", ""))
+    if environ.get("ENVIRONMENT") == "BATCH":  # Slurm and Grid Engine set it in every batch job
+        ignored.append("ENVIRONMENT")
+    return {
+        name: environ[name]
+        for name in sorted(environ.keys() - ignored)
+        if name in known or difflib.get_close_matches(name, names, 1, 0.85)
+    }
+
+
+def read_value(text):
+    """Return the value behind NAME= in a config file, as a shell reads it, except that a value
+    without quotes may have spaces, and that nothing in it is replaced. Raises ValueError.
+    """
+    if not re.match(r"\s*['\"]", text):
+        return re.split(r"\s#", text)[0].strip()  # it's and a#b are text
+    words = shlex.split(text, comments=True)
+    if len(words) > 1:
+        raise ValueError("has text behind the closing quotation")
+    return words[0]
+
+
+def read_config(path):
+    """Return the lines NAME=value of a config file. Raises UserError, which names file and line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # Windows writes a mark
+    except (OSError, ValueError) as error:
+        raise UserError(f"CONFIG={path!r}: must be a file of text in UTF-8; {error}") from None
+    given = {}
+    for number, line in enumerate(lines, 1):
+        if re.match(r"\s*(#|$)", line):
+            continue
+        match = re.fullmatch(r"\s*(?:export\s+)?([^#=\s]+)\s*=(.*)", line)
+        try:
+            if match is None or match[1] in ("CONFIG", *given):
+                raise ValueError("must be NAME=value, each name once, and not CONFIG")
+            given[match[1]] = read_value(match[2])
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {line!r}: {error}") from None
+    return given
+
+
+def read_arguments(arguments):
+    """Return the settings of a command line: configs/x.env, NAME=value or --name=value."""
+    given = {}
+    for argument in arguments:
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if not equals and argument.endswith(".env"):
+            name = "CONFIG"
+            text = argument
+        elif not equals:
+            raise UserError(f"{argument!r}: must be a config file (x.env), NAME=value or --help")
+        if name.upper() in given:
+            raise UserError(f"{argument!r}: the command line has {name.upper()} twice")
+        given[name.upper()] = text
+    return given
+
+
+def load_settings(cls, environ, arguments=(), presets=(), stored=None):
+    """Return the settings of dataclass `cls`: defaults < presets < stored < CONFIG file <
+    environment < arguments.
+
+    presets: NAME of a setting -> choice -> values of other settings. One that is chosen above the
+    CONFIG file replaces the file's values, too. stored: function of the given values (NAME ->
+    value) that returns those of a run or a network that they name.
+    Raises UserError: a wrong value, or a name that is no setting (see check_name).
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        print(inspect.getsource(cls))
+        sys.exit()
+    settings = {setting.name.upper(): setting for setting in fields(cls)}
+    above = {**read_environment(environ, settings), **read_arguments(arguments)}
+    path = os.path.expanduser(above.get("CONFIG", ""))
+    config = read_config(path) if path else {}
+    values = {}
+    for name in presets:
+        chosen = above.get(name, config.get(name))
+        preset = presets[name].get(chosen, {})
+        values.update(preset)
+        if name in above:
+            for replaced in preset:
+                config.pop(replaced.upper(), None)
+    given = {}
+    for name, text in {**config, **above}.items():
+        if name in settings:
+            given[name] = parse_setting(settings[name], text)
+        elif name != "CONFIG":  # a script without this setting reads the file, too
+            check_name(name, text, settings)
+    if stored:
+        values.update(stored(given))
+    values.update({name.lower(): value for name, value in given.items()})
+    # A preset of ARCH_MODE has more fields of the network's shape than there are settings.
+    return cls(**{name: values[name] for name in values.keys() & cls.__dataclass_fields__})
+
+
+# === end: settings ===
+
+
+# === shared: streams ===
+def open_streams():
+    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
+    replaced by the null device, or the next file opened would get its number, and with it what
+    libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_stream(stream):
+    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere.
+    """
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        drop_stream(stream)
+        return error
+    return None
+
+
+# === end: streams ===
+
+
+# === shared: device ===
+def hidden_gpus():
+    """Return whether nvidia-smi lists GPUs, for the case that PyTorch sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return subprocess.getoutput("nvidia-smi -L").startswith("GPU")
+
+
+def choose_device(choice, local_rank=0):
+    """Return the device of a process, with PyTorch set up for it. Raises UserError.
+
+    choice: of the setting DEVICE. local_rank: number of the process on its machine.
+    """
+    if choice != "cpu" and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(
+                f"LOCAL_RANK={local_rank}: PyTorch sees {gpus} GPUs; must be below that (torchrun "
+                "--nproc_per_node), or unset"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    elif choice == "cuda" or (choice == "auto" and hidden_gpus()):
+        raise UserError(
+            f"DEVICE={choice!r}: PyTorch sees no GPU of this machine; install its CUDA build or a "
+            "newer driver, or set DEVICE=cpu"
+        )
+    else:
+        device = torch.device("cpu")
+    set_up_device(device)
+    return device
+
+
+def set_up_device(device):
+    """Set PyTorch up for this device; in a program the trainer does it, too."""
+    if device.type == "cuda":
+        # cuDNN plans attention anew for every shape, up to a second each, and with some masks its
+        # gradients are NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        # GDN's decays reach denormal numbers, on which a CPU is 10 times slower. Threads take the
+        # mode over when the first parallel operation starts them, so it should come before that.
+        torch.set_flush_denormal(True)
+        # A container may have the time of fewer CPUs (`docker run --cpus`) than there are cores, which
+        # PyTorch counts. Threads wait for each other: more of them than CPUs are many times slower.
+        if "OMP_NUM_THREADS" not in os.environ:
+            with contextlib.suppress(OSError, ValueError):  # there is no limit
+                quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+                torch.set_num_threads(min(quota // period or 1, torch.get_num_threads()))
+
+
+# === end: device ===
+
+
+# === shared: runtime ===
+# The variables by which torchrun tells a process who it is.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Runtime:
+    """Who this process is among the ranks, and the device of its tensors."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    distributed: bool
+
+    def sum(self, tensor):
+        """Sum a tensor over all ranks, in place, and return it."""
+        if self.distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, value):
+        """Return rank 0's value on every rank; it may be of any type that pickle takes.
+
+        Every rank waits for rank 0: agree(None) lets none go on before rank 0 has come so far.
+        """
+        values = [value]
+        if self.distributed:
+            dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def leave(self):
+        """Leave the process group, all ranks together: a rank that left early aborted in gloo."""
+        if self.distributed:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def join_group(device):
+    """Join the process group that the environment describes, if it does, as torchrun (NCCL or gloo).
+
+    Raises UserError for variables that describe none in full.
+    """
+    given = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+    if not {"RANK", "WORLD_SIZE"} & given.keys():
+        return
+    pairs = " ".join(f"{name}={value!r}" for name, value in given.items())
+    hint = "torchrun sets all of them; unset RANK and WORLD_SIZE for a single process"
+    try:
+        world_size = int(given.get("WORLD_SIZE", 0))  # PyTorch names others that are missing
+        has_rank = 0 <= int(given.get("RANK", -1)) < world_size < 1 << 31
+        if not has_rank or given.get("MASTER_PORT") == "0":
+            raise ValueError("must have a RANK below WORLD_SIZE, and a port")
+        if world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            # Left over from another job, they name ranks that never come. The wait is half an hour.
+            write_stream(sys.stderr, f"{pairs}: waiting for the other ranks; {hint}\n")
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+    except (ValueError, dist.DistError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{pairs}: the ranks do not meet: {reason:.500}; {hint}") from None
+
+
+def present_runtime(device):
+    """Return the Runtime of this process: of a rank, if it has joined a group, or of it alone."""
+    if dist.is_initialized():
+        return Runtime(dist.get_rank(), dist.get_world_size(), device, True)
+    return Runtime(0, 1, device, False)
+
+
+def start_runtime(choice):
+    """Return the Runtime: of a rank of the group that torchrun describes, or of a single process.
+
+    choice: of the setting DEVICE.
+    """
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if not local_rank.isdecimal():
+        raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
+    device = choose_device(choice, int(local_rank))
+    join_group(device)
+    return present_runtime(device)
+
+
+# === end: runtime ===
+
+
+# === shared: errors ===
+ERROR_LOGS = []  # log.txt of an open run, which gets an error that ends it, too
+
+
+def report_error(text):
+    """Write an error to ERROR_LOGS and to stderr."""
+    for log in ERROR_LOGS:
+        log.write(text)
+    write_stream(sys.stdout, "")
+    write_stream(sys.stderr, f"{text}\n")
+
+
+def is_out_of_memory(error):
+    """Return whether an error says that memory was short."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # PyTorch on a CPU, cuBLAS and cuDNN have no class of their own for it.
+    words = "out of memory|allocate memory|ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
+
+
+def report_in_a_line(error, rank):
+    """Print the first line of an error. If rank 0 has the same one, then only rank 0 prints it."""
+    if rank != "0":
+        time.sleep(5)  # torchrun ends this rank meanwhile
+    message, *_ = (str(error) or type(error).__name__).split("\n")
+    if is_out_of_memory(error):
+        message += (
+            "; in training, a smaller MICRO_BATCH_TOKENS or ACTIVATION_CHECKPOINTING=1 takes "
+            "less memory (docs/runs.md has more)"
+        )
+    report_error(f"error: {message}")
+
+
+def exit_code(main):
+    """Run `main` and return its exit code: 2 for a UserError, 1 for other faults.
+
+    If the reader of the output is gone, as behind `| head`, it is 141, as of programs in C. After
+    Ctrl-C it is 130; a training run handles the signal itself once it has a folder.
+    """
+    rank = os.environ.get("RANK", "0")
+    open_streams()
+    try:
+        try:
+            code = main()
+        except SystemExit as end:  # of --help
+            code = end.code
+        if error := write_stream(sys.stdout, ""):
+            raise type(error)(error.errno, error.strerror, "standard output")
+        return code
+    except BrokenPipeError:
+        drop_stream(sys.stdout)
+        return 141  # 128 and SIGPIPE
+    except KeyboardInterrupt:
+        report_error("stopped by SIGINT: nothing was saved")
+        return 130  # 128 and SIGINT
+    except UserError as error:
+        report_in_a_line(error, rank)
+        return 2
+    except Exception as error:
+        if isinstance(error, (FloatingPointError, OSError)) or is_out_of_memory(error):
+            report_in_a_line(error, rank)
+        elif isinstance(error, dist.DistError) or "gloo" in str(error):
+            report_error(f"error: rank {rank} lost another rank; RESUME continues")
+            os._exit(1)  # an ordinary exit would wait for the lost rank
+        else:
+            report_error(traceback.format_exc())
+        return 1
+
+
+# === end: errors ===
+
+
+# === shared: folders ===
+def replace_file(path, data):
+    """Write a file beside `path` and rename it: `path` always holds the old or the new bytes."""
+    part = f"{path}.part"
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def list_checkpoints(run):
+    """Return the checkpoints in a run's folder, whole or not, the newest first."""
+    folders = [path for path in run.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def checkpoint_fault(folder):
+    """Return what is wrong with a checkpoint, or "" if it is whole.
+
+    It is whole if SHA256SUMS is, to the byte, the sums of what must be there: meta.json, model.pt,
+    in a run's folder step_<step> training.pt (not in the step 0 of an imported model), and every
+    other .pt file that is there, except those that macOS adds in archives (._model.pt).
+    """
+    names = {"meta.json", "model.pt", *(path.name for path in folder.glob("[!.]*.pt"))}
+    if folder.name.startswith("step_") and folder.name != "step_000000":
+        names.add("training.pt")
+    try:
+        listed = (folder / "SHA256SUMS").read_bytes().decode().splitlines(keepends=True)
+        for name in sorted(names):
+            if f"{sha256_file(folder / name)}  {name}\n" not in listed:
+                return f"{name} was changed, or SHA256SUMS does not name it"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "SHA256SUMS has other or repeated lines" if len(listed) > len(names) else ""
+
+
+def newest_checkpoint(folder):
+    """Return the newest whole checkpoint of a run, or None, and a line on each damaged one.
+
+    The folder of a checkpoint stands for itself.
+    """
+    candidates = list_checkpoints(folder)
+    if not candidates and not (folder / "model.pt").exists():
+        fault = "has no checkpoint and no model"
+        if (folder / "log.txt").is_file():
+            fault = "ended before its first checkpoint; it may be deleted and started anew"
+        return None, [f"{folder} {fault}"]
+    faults = []
+    for candidate in candidates or [folder]:
+        fault = checkpoint_fault(candidate)
+        if not fault:
+            return candidate, faults
+        faults.append(f"checkpoint {candidate} is damaged and skipped: {fault}")
+    return None, faults
+
+
+# === end: folders ===
+
+
+# === shared: machine ===
+def describe_machine(runtime):
+    """Return commit (`+`: with changes), hardware, versions and peak memory, for the result."""
+    folder = shlex.quote(str(Path(__file__).parent))
+    # Run by a shell, so that a missing git is no error.
+    status, commit = subprocess.getstatusoutput(
+        f"git -C {folder} describe --always --abbrev=40 --exclude='*' --dirty=+"
+    )
+    if runtime.device.type == "cuda":
+        hardware = torch.cuda.get_device_name()
+        peak_bytes = torch.cuda.max_memory_allocated()
+    else:
+        hardware = f"{os.uname().machine} CPU, {torch.get_num_threads()} threads"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "commit": "unknown" if status else commit,
+        "hardware": f"{runtime.world_size} x {hardware}",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "peak_memory_mib": peak_bytes / 2**20,
+    }
+
+
+# === end: machine ===
+
+
 # === shared: stored ===
 @dataclass
 class Stored:
@@ -5528,6 +4187,1361 @@ def write_result(run, values, content):
 
 
 # === end: run ===
+
+
+# === shared: lora ===
+class Lora(nn.Module):
+    """W + alpha / rank B A in place of a matrix W (out, in): LoRA, arXiv 2106.09685.
+
+    It is a parametrization, which keeps W as `original`. A (rank, in) is normal with the standard
+    deviation in**-0.5, and B (out, rank) is 0: a new adapter changes nothing, bit for bit.
+    """
+
+    def __init__(self, weight, rank, alpha):
+        super().__init__()
+        rows, columns = weight.shape
+        self.lora_a = nn.Parameter((torch.randn(rank, columns) * columns**-0.5).to(weight))
+        self.lora_b = nn.Parameter(weight.new_zeros(rows, rank))
+        self.register_buffer("scale", weight.new_tensor(alpha / rank))
+
+    def forward(self, weight):
+        """Return the sum, made in the adapter's dtype, in that of the weight, which may be frozen."""
+        total = torch.addmm(weight.to(self.lora_a), self.scale * self.lora_b, self.lora_a)
+        return total.to(weight)
+
+
+def setup_lora_adapter(model, rank=8, alpha=16.0):
+    """Put an adapter on every matrix of mixers and MLPs, and return the model.
+
+    Mixers or MLPs that layers share have one adapter. Every forward computes the sums again:
+    generate under torch.no_grad() and parametrize.cached(). Raises UserError if the model has
+    adapters already.
+    """
+    matrices = [
+        name
+        for name, _ in model.named_parameters()
+        if re.fullmatch(r"(mixers|blocks)\.[\w.]*\bw_\w+", name)
+    ]
+    if not matrices:
+        raise UserError("setup_lora_adapter: the model has adapters; merge_lora(model) first")
+    for name in matrices:
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        adapter = Lora(getattr(module, last), rank, alpha)
+        parametrize.register_parametrization(module, last, adapter)
+    return model
+
+
+@torch.no_grad()
+def merge_lora(model):
+    """Add the adapters to the weights, as QAT and export need it, and return the plain model.
+
+    All weights are float32 afterwards, those that were frozen in bfloat16 too, and so are the sums.
+    """
+    for param in model.parameters():
+        param.data = widened(param.data)
+    for module in list(model.modules()):
+        if parametrize.is_parametrized(module):
+            adapted = module.parametrizations
+            # torch's own removal changes the class, which copies of the module share.
+            module.__class__ = type(module).__base__
+            del module.parametrizations
+            for name, part in adapted.items():
+                setattr(module, name, part.original.copy_(part()))
+    return model
+
+
+# === end: lora ===
+
+
+# === shared: encoding ===
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+# Published encodings: the hash of their rank file and what that file does not contain. Every
+# document begins with <|endoftext|>. The regular expressions are copied from
+# tiktoken_ext/openai_public.py. They split a text into the parts within which bytes are merged.
+ENCODINGS = {
+    "gpt2": dict(
+        sha256="306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
+        bos_id=50256,
+        vocab_size=50257,  # with all special tokens and unused ids
+        split=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    ),
+    "cl100k_base": dict(
+        sha256="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+        bos_id=100257,
+        vocab_size=100277,  # with all special tokens and unused ids
+        split=(
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+        ),
+    ),
+    "o200k_base": dict(
+        sha256="446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+        bos_id=199999,
+        vocab_size=200019,  # with all special tokens and unused ids
+        split=(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
+}
+
+
+# From a run of 999,940 spaces on, the stack of tiktoken's regular expressions overflows.
+LONG_SPACE = re.compile(r"(?<!\s)\s{500000}")
+
+
+class BytePairEncoder:
+    """Byte-level BPE of a rank file, with the ids that the package tokenizers has."""
+
+    def __init__(self, tokenizer, facts):
+        """facts: those of ENCODINGS, or of an imported model (see convert.py)."""
+        ranks = {piece: rank for rank, piece in enumerate(tokenizer.pieces) if piece}
+        # Added tokens, of which some are shown as text: no merge makes them.
+        for text in facts.get("added", []):
+            ranks.pop(text.encode(), None)
+        # Bytes that the vocabulary lacks: tokenizers drops them, tiktoken panics. They get ids
+        # beyond the vocabulary, by which they are found.
+        self.lacking = bytes([byte for byte in range(256) if bytes([byte]) not in ranks])
+        self.vocab_size = tokenizer.vocab_size
+        for byte in self.lacking:
+            ranks[bytes([byte])] = self.vocab_size + byte
+        self.bpe = tiktoken.Encoding(
+            tokenizer.file, pat_str=facts["split"], mergeable_ranks=ranks, special_tokens={}
+        )
+        self.split = regex.compile(facts["split"])
+
+    def encode(self, text):
+        """Return the ids of a text without added tokens."""
+        if len(text) < 500_000 or not LONG_SPACE.search(text):
+            ids = self.bpe.encode_ordinary(text)
+            if not self.lacking or max(ids, default=0) < self.vocab_size:
+                return ids
+        ids = []
+        for match in self.split.finditer(text):
+            # What is on both sides of a dropped byte may merge.
+            piece = match[0].encode().translate(None, self.lacking)
+            if piece:
+                ids += self.bpe._encode_single_piece(piece)
+        return ids
+
+
+SPACES = re.compile(r"\s*")
+WORD_CHARACTER = r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]"
+
+
+class AddedTokens:
+    """Added tokens of an imported model, which are found in a text as tokenizers finds them."""
+
+    def __init__(self, ids, facts):
+        """ids: the text of a token -> its id. facts: maybe `flags`, text of a token -> what it is:
+        single_word, no part of a word; lstrip, rstrip: it takes the spaces before it, behind it.
+        """
+        self.ids = ids
+        self.flags = facts.get("flags", {})
+        longest_first = sorted(ids, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def encode(self, text, encode_part):
+        """Return the ids of a text; encode_part: text without added tokens -> ids."""
+        ids = []
+        end = 0  # of the token before
+        for match in self.pattern.finditer(text):
+            flags = self.flags.get(match[0], [])
+            start, stop = match.span()
+            neighbours = text[start - 1 : start] + text[stop : stop + 1]
+            if "single_word" in flags and regex.search(WORD_CHARACTER, neighbours):
+                continue
+            before = text[end:start]
+            if "lstrip" in flags:
+                before = before.rstrip()
+            ids += encode_part(before)
+            ids.append(self.ids[match[0]])
+            end = stop
+            if "rstrip" in flags:
+                end = SPACES.match(text, stop).end()
+        return ids + encode_part(text[end:])
+
+
+def check_unicode(text):
+    """Return a text that has no half of a surrogate pair. Raises UserError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text {text[error.start :]!r:.20} at character {error.start}: half a surrogate pair, "
+            "which is no Unicode"
+        ) from None
+    return text
+
+
+def load_tokenizer(path):
+    """Return the Tokenizer of a file, see read_tokenizer, with its encoder. Raises UserError."""
+    return add_encoder(read_tokenizer(path, ENCODINGS.get(Path(path).stem, {})))
+
+
+def add_encoder(tokenizer):
+    """Give a Tokenizer its attributes from `encode` on, and return it.
+
+    roles: the ids of ROLE_TOKENS, {} if it has none. For the others see set_encoders. Raises
+    UserError.
+    """
+    facts = tokenizer.facts
+    if facts.get("sha256", tokenizer.sha256) != tokenizer.sha256:
+        raise UserError(f"tokenizer {tokenizer.file}: is not the published rank file")
+    tokenizer.roles = {}
+    if tokenizer.file == "bytes":
+        set_encoders(tokenizer, lambda text: [4 + byte for byte in text.encode()])
+        tokenizer.roles = {role: 260 + i for i, role in enumerate(ROLE_TOKENS)}
+    elif "split" in facts:
+        set_encoders(tokenizer, BytePairEncoder(tokenizer, facts).encode)
+    else:
+        model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.proto)
+        tokenizer.facts = {"stop": [model.bos_id(), model.eos_id()]} | facts
+        set_encoders(tokenizer, model.encode)
+        for role in ROLE_TOKENS:
+            i = model.piece_to_id(role)
+            # Only control tokens cannot be written in a text, so that no user can forge a role.
+            if model.is_control(i):
+                tokenizer.roles[role] = i
+    return tokenizer
+
+
+def set_encoders(tokenizer, encode_part):
+    """Give a Tokenizer `encode` and `encode_marked`, from a text to ids without BOS.
+
+    Special tokens in a text are plain text for `encode`. For `encode_marked` the added tokens of an
+    imported model are what they stand for. Both raise UserError for half a surrogate pair.
+    encode_part: a text in normal form and without added tokens -> ids.
+    """
+    facts = tokenizer.facts
+
+    def normalize(text):
+        """Return a text in the form in which accents are part of their letters, if it is asked for."""
+        return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
+
+    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    added = facts.get("added", {})
+    normalized = facts.get("normalized", [])
+    early = {text: i for text, i in added.items() if text not in normalized}
+    late = {normalize(text): added[text] for text in normalized}
+    early_tokens = AddedTokens(early, facts)
+    late_tokens = AddedTokens(late, facts)
+
+    def encode(text):
+        return encode_part(normalize(check_unicode(text)))
+
+    def encode_late(text):
+        return late_tokens.encode(normalize(text), encode_part)
+
+    def encode_marked(text):
+        return early_tokens.encode(check_unicode(text), encode_late)
+
+    tokenizer.encode = encode
+    tokenizer.encode_marked = encode_marked
+
+
+# === end: encoding ===
+
+
+# === shared: roles ===
+def begin_ids(tokenizer):
+    """Return what a text begins with: BOS, or nothing where an imported model has it so."""
+    return [tokenizer.bos_id] if tokenizer.facts.get("begins_with_bos", True) else []
+
+
+def with_roles(tokenizer):
+    """Return the tokenizer with tokens for the roles, four more if it has none. Its file stays.
+
+    An imported model with a chat template needs none.
+    """
+    if tokenizer.roles or "template" in tokenizer.facts:
+        return tokenizer
+    count = len(ROLE_TOKENS)
+    return replace(
+        tokenizer,
+        pieces=tokenizer.pieces + [b""] * count,
+        drops_space=np.append(tokenizer.drops_space, [False] * count),
+        roles={role: tokenizer.vocab_size + i for i, role in enumerate(ROLE_TOKENS)},
+    )
+
+
+# === end: roles ===
+
+
+# === shared: template ===
+def render_templates():
+    """Answer requests, lines of JSON, until there are no more: [template, its values] -> its text.
+
+    This is the program of a process of its own, see TemplateProcess. Templates are rendered as
+    transformers does. Without values a template is only compiled. A reply is {"text"} or {"fault"}.
+    """
+    import datetime
+    import functools
+    import json
+    import os
+    import re
+    import resource
+    import signal
+    import sys
+
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    # Slurm sends SIGTERM to every process of a job. The run finishes its step, and then closes stdin.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    def render(source, values):
+        # {% generation %} marks answers for other programs. It writes what is in it, as `with` does.
+        template = compiled(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", source))
+        parts = []
+        room = 1 << 24  # letters
+        for part in [] if values is None else template.generate(**values):
+            parts.append(part)
+            room -= len(part)
+            if room < 0:
+                raise jinja2.TemplateError("writes more than 16 million letters")
+        return "".join(parts)
+
+    # Only the arguments that transformers' filter has: others of json.dumps call functions.
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        words = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **words)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    # Programs that shall give the same again are told the date by this variable.
+    if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
+        today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
+        environment.globals["strftime_now"] = today.strftime
+    compiled = functools.cache(environment.from_string)
+    if sys.platform != "darwin":  # macOS refuses it: what it maps into every process is more
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+    for line in sys.stdin:
+        # After so many seconds of a CPU the system ends the process, in an operation of C, too.
+        signal.setitimer(signal.ITIMER_PROF, 3)
+        try:
+            reply = {"text": render(*json.loads(line))}
+        except jinja2.TemplateError as error:
+            reply = {"fault": str(error)}
+        except Exception as error:  # whatever a template does is the template's fault
+            reply = {"fault": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)
+
+
+class TemplateProcess:
+    """Renders chat templates in a process of its own.
+
+    A template is a program that comes with a model. It may loop for ever or ask for any amount of
+    memory, in one operation of C too, and then only its process can be ended.
+    """
+
+    def __init__(self):
+        # The source is read once: the script may be edited while it runs.
+        self.code = inspect.getsource(render_templates) + "render_templates()\n"
+        self.lock = threading.Lock()
+        self.owner = 0
+        self.process = None
+        self.endings = 0
+
+    def ask(self, source, values):
+        """Return the text of a template. Raises UserError."""
+        with self.lock:
+            if self.endings > 2:  # each took seconds, and there may be thousands of rows
+                raise UserError("chat template: took too much time or memory too often")
+            reply = self.exchange(json.dumps([source, values]))
+        if "fault" in reply:
+            fault, *_ = reply["fault"].split("\n")
+            raise UserError(f"chat template: {fault:.300}")
+        return reply["text"]
+
+    def exchange(self, line):
+        """Return the reply to a request, from a process of this process's own (it may have forked)."""
+        if self.owner != os.getpid():
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", self.code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it
+            )
+            self.owner = os.getpid()
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if answer:
+            return json.loads(answer)
+        self.owner = 0
+        self.endings += 1
+        code = self.process.wait()
+        reason = f"ended its process (exit code {code})"
+        if code == -signal.SIGPROF:
+            reason = "took more than 3 seconds"
+        return {"fault": reason}
+
+
+@functools.cache
+def template_process():
+    """Return the TemplateProcess. Raises UserError if jinja2 is not installed."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise UserError("the model's chat template needs jinja2: pip install jinja2")
+    return TemplateProcess()
+
+
+def compile_template(source):
+    """Raise UserError for a chat template that is not one of jinja2."""
+    template_process().ask(source, None)
+
+
+def chat_text(tokenizer, turns, ask):
+    """Return the text of turns by the chat template of an imported model, as transformers has it.
+
+    A turn is (role token, text), or (role token, text, fields). `fields` is a dict of the message's own
+    fields, `content` among them; for the template they override the role and the text. Code takes a
+    turn apart as role, text, *fields; dict(*fields) is that dict, or {}. The first message may have the
+    role `tools`; its content is a list of tools. ask: whether the text ends where an answer of the assistant begins.
+    Raises UserError.
+    """
+    messages = [
+        {"role": role.strip("<|>"), "content": text} | dict(*fields)
+        for role, text, *fields in turns
+    ]
+    tools = None
+    if messages and messages[0]["role"] == "tools":
+        tools = messages.pop(0)["content"]
+    values = {
+        "messages": messages,
+        "add_generation_prompt": ask,
+        "tools": tools,
+        "documents": None,
+    }
+    facts = tokenizer.facts
+    source = facts.get("tool_template", facts["template"]) if tools else facts["template"]
+    text = template_process().ask(source, values | facts["names"])
+    if not text.strip():
+        raise UserError("chat template: writes nothing for this conversation")
+    return text
+
+
+# === end: template ===
+
+
+# === shared: stops ===
+def stop_texts(tokenizer):
+    """Return the texts of the tokens that end an answer in an imported model's template."""
+    facts = tokenizer.facts
+    return [text for text, i in facts["added"].items() if i in facts["stop"]]
+
+
+def stop_pattern(tokenizer):
+    """Return the regular expression of the texts that end an answer in an imported model's template."""
+    stops = map(re.escape, stop_texts(tokenizer))
+    return re.compile("|".join(stops))
+
+
+# === end: stops ===
+
+
+# === shared: reader ===
+UNPACKED_BYTES = 1 << 26  # and 200 times a file's size: so much a packed file may unpack to
+
+
+class RowError(UserError):
+    """What is wrong with a row of data, in the same few words for all rows with this fault."""
+
+
+@dataclass
+class RowReport:
+    """What became of the rows of a file: what the log and result.json have of it."""
+
+    path: str
+    used: collections.Counter = field(default_factory=collections.Counter)  # by format
+    left_out: dict = field(default_factory=dict)  # fault -> numbers of the rows that have it
+    notes: dict = field(default_factory=dict)  # what is not used of these: kind -> name -> rows
+    twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
+    fields: str = ""  # names of the first row's
+
+    def leave_out(self, number, fault):
+        """Take note of a row that is not used."""
+        self.left_out.setdefault(fault, []).append(number)
+
+    def facts(self):
+        """Return what result.json has: reason -> number of rows."""
+        left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
+        return {"used": self.used, "left_out": left_out, "twice": len(self.twice), **self.notes}
+
+    def __str__(self):
+        """Return the log's line."""
+        count = self.used.total() + sum(map(len, self.left_out.values()))
+        used = ", ".join(f"{number} {name}" for name, number in self.used.items()) or "none"
+        left_out = [f"{fault}: {len(rows)} {places(rows)}" for fault, rows in self.left_out.items()]
+        parts = [f"{self.path}: {count} rows, used {used}"]
+        parts.append(f"left out {'; '.join(left_out) or 'none'}")
+        for kind, counts in self.notes.items():
+            parts.append(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.items())}")
+        if self.twice:
+            parts.append(f"{len(self.twice)} occur twice {places(self.twice)}")
+        return "data: " + "; ".join(parts)
+
+
+def places(numbers):
+    """Return the numbers of rows as text: the first three."""
+    if len(numbers) == 1:
+        return f"(the first is row {numbers[0]})"
+    return f"(the first are rows {', '.join(map(str, numbers[:3]))})"
+
+
+def weighted_files(name, text):
+    """Return file -> weight of a setting's FILE,FILE:WEIGHT; without a weight 1. Raises UserError."""
+    files = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        path, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part).groups()
+        path = os.path.expanduser(path)
+        weight = float(weight or 1)
+        if path in files or not weight:
+            raise UserError(f"{name}={text!r}: must be FILE or FILE:WEIGHT, each once, above 0")
+        files[path] = weight
+    return files
+
+
+def listed_files(name, text):
+    """Return the files of a setting's FILE,FILE. Raises UserError if one has a weight."""
+    files = weighted_files(name, text)
+    if {*files.values()} - {1.0}:
+        raise UserError(f"{name}={text!r}: has weights, which are not read here; must be FILE,FILE")
+    return [*files]
+
+
+def zstd_parts(file):
+    """Yield the unpacked bytes of a zstd file, in parts. Raises EOFError if it ends too early."""
+    decompressor = zstandard.ZstdDecompressor()
+    frame = None
+    # Each read unpacks to at most 32,768 times its size.
+    while packed := file.read(4096):
+        while packed:
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(packed)
+            packed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame:
+        raise EOFError("the file ends before its zstd frame does")
+
+
+def read_file(path):
+    """Return the bytes of a file, decompressed if its name ends in .zst or .gz. Raises UserError."""
+    name = path.lower()
+    content = bytearray()
+    try:
+        with open(path, "rb") as file:
+            most = UNPACKED_BYTES + 200 * os.fstat(file.fileno()).st_size
+            if name.endswith(".zst"):
+                parts = zstd_parts(file)
+            elif name.endswith(".gz"):
+                stream = gzip.GzipFile(fileobj=file)
+                parts = iter(functools.partial(stream.read, 1 << 20), b"")
+            else:
+                return file.read()
+            for part in parts:
+                content += part
+                if len(content) > most:
+                    raise UserError(
+                        f"{path}: unpacks to more than {most} bytes; must be less, or not packed"
+                    )
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
+    return bytes(content)
+
+
+def parsed_json(value):
+    """Return what a text says as JSON; a value that is no text, or no JSON, stays as it is."""
+    if isinstance(value, str | bytes):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def parse_line(line):
+    """Return what a line of JSON says. Raises RowError."""
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError:
+        raise RowError("invalid UTF-8") from None
+    except (ValueError, RecursionError):
+        raise RowError("no JSON") from None
+
+
+def without_nulls(value):
+    """Return a value of a table without null fields: a struct there has the fields of all of them.
+
+    Dates and the like are texts. So is binary; if it is no UTF-8, the text is no Unicode, and a row
+    that needs it is left out, see checked_text.
+    """
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")
+    return value if isinstance(value, int | float | str | None) else str(value)
+
+
+def table_rows(path):
+    """Return the rows of a Parquet file. Raises UserError."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"{path}: Parquet needs pyarrow: pip install pyarrow")
+    import pyarrow.parquet
+
+    try:
+        return without_nulls(pyarrow.parquet.read_table(path).to_pylist())
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: cannot be read; {error!s:.200}") from None
+
+
+def file_rows(path):
+    """Return the rows of a file: the lines of JSON lines, the items of one JSON list, one object, or
+    the rows of .parquet. .gz and .zst are unpacked. Raises UserError.
+    """
+    if not Path(path).exists():
+        raise UserError(
+            f"{path}: no such file; data/tasks.py writes files of small tasks, and `hf download NAME "
+            "--repo-type dataset` gets those of the hub"
+        )
+    if Path(path).is_dir():
+        raise UserError(f"{path}: a folder; must be a file, or FILE,FILE")
+    if path.lower().endswith((".csv", ".tsv", ".xlsx", ".arrow")):
+        raise UserError(
+            f"{path}: must be .jsonl, .json or .parquet, perhaps packed as .gz or .zst; "
+            "pandas.read_csv(FILE).to_json(FILE, orient='records', lines=True) makes .jsonl of .csv"
+        )
+    if path.lower().endswith(".parquet"):
+        return table_rows(path)
+    # Some editors put a mark, of three bytes, before UTF-8.
+    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
+    value = parsed_json(content)
+    if isinstance(value, bytes):  # JSON lines are no JSON after the first
+        return content.rstrip().splitlines()
+    return value if isinstance(value, list) else [value]
+
+
+def parse_rows(path, rows, parse):
+    """Return a RowReport, and number of a row -> (format, item), what `parse` returns for it.
+
+    rows: dicts, or lines of JSON; blank lines are skipped. parse(row, notes) adds (kind, name) of what
+    it does not use to the set `notes`, and raises RowError. Such rows are left out, and the report
+    counts them by fault.
+    """
+    report = RowReport(path)
+    items = {}  # number -> (format, item)
+    known = set()  # hashes of rows
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, bytes) and not row.strip():
+            continue
+        notes = set()
+        try:
+            if isinstance(row, bytes):
+                row = parse_line(row)
+            if not isinstance(row, dict):
+                raise RowError("no JSON object")
+            report.fields = report.fields or ", ".join(row)
+            items[number] = parse(row, notes)
+        except UserError as error:  # a chat template refuses some conversations
+            report.leave_out(number, str(error))
+            continue
+        digest = hash(repr(row))
+        if digest in known:
+            report.twice.append(number)
+        known.add(digest)
+        for kind, name in sorted(notes):
+            report.notes.setdefault(kind, collections.Counter())[name] += 1
+    return report, items
+
+
+def finish_rows(report, items, log):
+    """Return the items of parse_rows that are left, without their formats; log the report.
+
+    Raises UserError if there are none.
+    """
+    report.used.update(name for name, _ in items.values())
+    report.twice = [number for number in report.twice if number in items]
+    if not items:
+        raise UserError(
+            f"{str(report).removeprefix('data: ')}; must hold one usable row at least ('Your rows' in "
+            f"docs/sft.md lists the forms); fields of the first row: {report.fields!r:.300}"
+        )
+    log(report)
+    return [item for _, item in items.values()]
+
+
+# === end: reader ===
+
+
+# === shared: turns ===
+# What data sets call the roles. Without a template a model reads what a tool says like a user's turn.
+TOOL_ROLES = "tool function observation ipython tool_response function_response".split()
+CALL_ROLES = ("function_call", "tool_call")
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "<|system|>"),
+    **dict.fromkeys(("user", "human", "prompter", *TOOL_ROLES), "<|user|>"),
+    **dict.fromkeys("assistant gpt chatgpt model bot chatbot ai".split(), "<|assistant|>"),
+    **dict.fromkeys(CALL_ROLES, "<|assistant|>"),
+}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # names of one field
+CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fields at least
+MESSAGE_FIELDS = ("role", "from", *CONTENTS, "function_call", "weight", "train", "loss")
+MEDIA = "image images image_url audio audios video videos".split()
+# Fields of rows and messages that say something about the answer. Others (id, source) are columns.
+LOSSES = (
+    "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
+    "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
+    "system system_prompt history context documents chat_template_kwargs choices options passage "
+    "starter_code"
+).split()
+CONVERSATIONS = {"messages": "messages", "conversations": "ShareGPT", "conversation": "ShareGPT"}
+# Names of the field that asks, in this order.
+QUESTIONS = ("prompt", "question", "problem", "instruction", "query", *CONVERSATIONS)
+QUESTIONS += ("input", "context", "inputs")
+
+
+def checked_text(text):
+    """Return a text, which is Unicode. Raises RowError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError("no Unicode: half a surrogate pair, or bytes that are no UTF-8") from None
+    return text
+
+
+def is_blank(value):
+    """Return whether a field's value is white space, or an empty list."""
+    return value == [] or (isinstance(value, str) and not value.strip())
+
+
+def message_role(value):
+    """Return the role token of a JSON value that is a message, in OpenAI's form or ShareGPT's, or None."""
+    if not isinstance(value, dict) or {*value}.isdisjoint(CONTENTS):
+        return None
+    name = value.get("role") or value.get("from")
+    return ROLES.get(str(name).strip().lower())
+
+
+def given_fields(row):
+    """Return the fields of a row that are not null, messages in those of TRL parsed if they are JSON text.
+
+    All messages of such a text have known roles. Those of an answer end with the assistant's: other
+    JSON is what the answer says.
+    """
+    given = {name: value for name, value in row.items() if value is not None}
+    for name in given.keys() & {"prompt", "completion", "chosen", "rejected"}:
+        messages = parsed_json(given[name])
+        roles = [*map(message_role, messages)] if isinstance(messages, list) else []
+        if roles and all(roles) and (name == "prompt" or roles[-1] == "<|assistant|>"):
+            given[name] = messages
+    return given
+
+
+def text_of(row, *names):
+    """Return the text in the first of these fields that a row has and that is not null.
+
+    A number is read as text. Raises RowError.
+    """
+    name = next((name for name in names if row.get(name) is not None), None)
+    if name is None:
+        raise RowError(f"missing field {' or '.join(map(repr, names))}")
+    value = row[name]
+    if type(value) in (int, float) and abs(value) < math.inf:
+        value = json.dumps(value)
+    if not isinstance(value, str):
+        raise RowError(f"field {name!r} is no text")
+    return checked_text(value)
+
+
+def parsed_list(row, name):
+    """Return the objects in a field: a list, one alone, or none; some data sets write JSON text.
+
+    Raises RowError.
+    """
+    value = parsed_json(row.get(name) or [])
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RowError(f"field {name!r} is no list of objects")
+    return value
+
+
+def json_text(value):
+    """Return a value as JSON text, for own layouts. Raises RowError."""
+    return checked_text(json.dumps(value, ensure_ascii=False))
+
+
+FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def flags_of(fields, *names):
+    """Return those of these fields of a row or message that say yes or no: name -> True or False."""
+    flags = {name: FLAGS.get(str(fields[name]).lower()) for name in names if name in fields}
+    return {name: flag for name, flag in flags.items() if flag is not None}
+
+
+def kto_flags(row):
+    """Return the fields of a row that say whether its answer is good, as in KTO: name -> True or False.
+
+    A `label` that is a number or a text says so beside `completion` alone, as TRL has it. Elsewhere
+    it may be a class.
+    """
+    if "completion" in row or isinstance(row.get("label"), bool):
+        return flags_of(row, "label", "kto_tag")
+    return flags_of(row, "kto_tag")
+
+
+def is_unlearned(fields):
+    """Return whether `weight`, `train` or `loss` of a message or row says that it is not learned.
+
+    Of a row, `loss` may be a number that somebody measured.
+    """
+    return fields.get("loss") is False or False in flags_of(fields, "weight", "train").values()
+
+
+def note_fields(fields, known, prefix, notes):
+    """Add to notes, (kind, name), the fields of a row or message that are not used."""
+    for name, value in fields.items():
+        if name in known or value in (None, "", [], {}):
+            continue
+        if name in ("weight", "train", "loss") and value in (0, 1):
+            continue  # is_unlearned heeds them
+        kind = "not used" if name in LOSSES else "columns not read"
+        notes.add((kind, prefix + str(name)))
+
+
+def refuse_media(fields):
+    """Raise RowError if a row, a message or a part of one has an image, a sound or a film."""
+    for name in MEDIA:
+        if fields.get(name):
+            raise RowError(f"field {name!r}: the model reads text only")
+
+
+def joined_parts(parts):
+    """Return the text of a message's content that is a list of parts, and its thoughts.
+
+    Texts are joined as they are. Raises RowError for other parts.
+    """
+    texts = {"text": "", "thinking": ""}
+    for part in parts:
+        if isinstance(part, str):
+            part = {"text": part}
+        if not isinstance(part, dict):
+            raise RowError("a part of a content is no text")
+        # OpenAI's Responses have the prefixes.
+        kind = str(part.get("type", "text")).removeprefix("input_").removeprefix("output_")
+        if kind not in texts:
+            raise RowError(f"part of type {kind!r:.30}, which is not written")
+        texts[kind] += text_of(part, kind)
+    return texts["text"], texts["thinking"]
+
+
+def tool_calls(message):
+    """Return the calls of a message as transformers has them, arguments parsed. Raises RowError."""
+    calls = []
+    for call in parsed_list(message, "function_call") + parsed_list(message, "tool_calls"):
+        if "function" not in call:
+            call = {"type": "function", "function": call}
+        function = call["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError("a tool call without a name")
+        arguments = parsed_json(function.get("arguments") or {})
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
+
+
+def own_text(content, thoughts, calls):
+    """Return a message as one text, the form of models without a chat template."""
+    lines = [content] if content else []
+    for call in calls:
+        function = call["function"]
+        said = {"name": function["name"], "arguments": function["arguments"]}
+        lines.append(f"<tool_call>{json_text(said)}</tool_call>")
+    text = "\n".join(lines)
+    return f"<think>\n{thoughts}\n</think>\n\n{text}" if thoughts else text
+
+
+def message_turn(message, notes):
+    """Return the turn of a message, (role token, text) and maybe the fields of chat_text.
+
+    The message has `role` and `content`, or `from` and `value`; null is as good as absent. Field
+    `train` is False if it is not learned. Raises RowError.
+    """
+    given = {name: value for name, value in message.items() if value not in (None, [], {})}
+    name = text_of(given, "role", "from").strip().lower()
+    if name not in ROLES:
+        raise RowError(f"unknown role {name!r:.30}")
+    refuse_media(given)
+    content = message.get("content", message.get("value"))
+    if name in CALL_ROLES:  # of ShareGPT: the text is a call
+        with contextlib.suppress(RowError):
+            given["tool_calls"] = parsed_list({"tool_calls": content}, "tool_calls")
+            content = None
+    calls = tool_calls(given)
+    thoughts = next((text_of(given, name) for name in THOUGHTS if given.get(name)), "")
+    if isinstance(content, list):
+        content, more_thoughts = joined_parts(content)
+        thoughts += more_thoughts
+    elif content is not None or not (calls or thoughts):
+        content = text_of(given, "content", "value")
+    fields = {name: value for name, value in given.items() if name not in MESSAGE_FIELDS}
+    if thoughts:  # which name a template knows them by differs
+        fields |= dict.fromkeys(THOUGHTS, thoughts)
+    if calls:
+        fields["tool_calls"] = calls
+    if name in TOOL_ROLES:
+        fields["role"] = "tool"
+    if is_unlearned(given):
+        fields["train"] = False
+    elif given.get("weight", 1) != 1:
+        notes.add(("not used", "weight"))
+    text = own_text(content, thoughts, calls)
+    return (ROLES[name], text, {"content": content, **fields}) if fields else (ROLES[name], text)
+
+
+def listed_turns(row, name, notes):
+    """Return the turns in a field of messages. Raises RowError."""
+    return [message_turn(message, notes) for message in parsed_list(row, name)]
+
+
+def field_turns(row, role, notes, name, *more):
+    """Return the turns in a field: messages, or a text, which is a turn of `role`.
+
+    The texts in `more` fields belong to that text.
+    """
+    value = row.get(name)
+    is_message = isinstance(value, dict) and not {"role", "from"}.isdisjoint(value)
+    if is_message or isinstance(value, list) or name in CONVERSATIONS:
+        return listed_turns(row, name, notes)
+    texts = [text_of(row, part) for part in (name, *more)]
+    return [(role, "\n\n".join(filter(None, texts)))]
+
+
+def tools_turn(tools):
+    """Return the turn that lists tools; without a chat template it is one of the system."""
+    text = "\n".join(json_text(tool) for tool in tools)
+    return "<|system|>", f"<tools>\n{text}\n</tools>", {"role": "tools", "content": tools}
+
+
+def leading_turns(row, turns):
+    """Return the turns of a row behind those of its fields `tools` and `system`. Raises RowError."""
+    refuse_media(row)
+    for name in ("system", "system_prompt"):
+        if row.get(name):
+            turn = ("<|system|>", text_of(row, name))
+            turns = turns if turns[:1] == [turn] else [turn, *turns]
+            break
+    tools = parsed_list(row, "tools")
+    if not tools:
+        functions = parsed_list(row, "functions")
+        tools = [{"type": "function", "function": function} for function in functions]
+    return [tools_turn(tools), *turns] if tools else turns
+
+
+def history_turns(row, notes):
+    """Return the turns of `history`: pairs of a question and an answer, or messages. Raises RowError."""
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise RowError("field 'history' is no list")
+    messages = []
+    for item in history:
+        if isinstance(item, list) and len(item) == 2:
+            messages.append({"role": "user", "content": item[0]})
+            messages.append({"role": "assistant", "content": item[1]})
+        else:
+            messages.append(item)
+    return listed_turns({"history": messages}, "history", notes)
+
+
+def question_turns(row, notes):
+    """Return the turns of a row up to its question, and the fields that they are in. Raises RowError.
+
+    The question is messages, or a text. To that of `instruction` (Alpaca, Dolly) or `question` (SQuAD)
+    belong the texts of `input` and `context`; a `prompt` is whole. A blank field is no question where
+    another one is filled.
+    """
+    names = [name for name in QUESTIONS if name in row]
+    filled = [name for name in names if not is_blank(row[name])]
+    # The first that is filled, or else the first blank one; without any the error names `prompt`.
+    question = [*filled, *names, "prompt"][0]
+    used = [question]
+    is_part = question in ("instruction", "question", "input")
+    if is_part and not isinstance(row[question], list | dict):
+        used += [name for name in ("input", "context") if row.get(name) and name != question]
+    turns = field_turns(row, "<|user|>", notes, *used)
+    if str(row[question]).rstrip().endswith("Assistant:"):  # as of HH-RLHF's questions
+        notes.add(("already has roles, should be messages", question))
+    return [*history_turns(row, notes), *turns], [*used, "history"]
+
+
+# === end: turns ===
+
+
+# === shared: forms ===
+def without(turn, *names):
+    """Return a turn without these fields of its message."""
+    message = dict(*turn[2:])
+    if not message:
+        return turn
+    return *turn[:2], {name: value for name, value in message.items() if name not in names}
+
+
+def turn_form(turn, null, is_text, tool_role):
+    """Return a turn as some templates want it.
+
+    null: the content of a message that has none. is_text: whether arguments are JSON text.
+    tool_role: the role of a tool's result.
+    """
+    role, text, *fields = copy.deepcopy(turn)
+    for message in fields:
+        if message["content"] is None:
+            message["content"] = null
+        if message.get("role") == "tool":
+            message["role"] = tool_role
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            if is_text and not isinstance(function["arguments"], str):
+                function["arguments"] = json_text(function["arguments"])
+    return role, text, *fields
+
+
+def writes(text, content):
+    """Return whether a template's text has a content, trimmed, or as JSON."""
+    return content.strip() in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+def is_rendered(text, turns):
+    """Return whether a template's text has all calls, none as Python writes it, and all their results."""
+    for _, content, *more in turns:
+        message = dict(*more)
+        if message.get("role") == "tool" and not writes(text, content):
+            return False
+        for call in message.get("tool_calls", []):
+            arguments = call["function"]["arguments"]
+            if arguments and not isinstance(arguments, str) and str(arguments) in text:
+                return False
+            if call["function"]["name"] not in text:
+                return False
+    return True
+
+
+def templated_turns(tokenizer, turns):
+    """Return turns in the form that the chat template of an imported model writes.
+
+    Templates want a message without text, the arguments of a call, and the role of a tool's result in
+    different forms. The first form counts in which the template writes every call and result; if there
+    is none, the first that it does not refuse. If it refuses all, the turns stay as they are.
+    """
+    if not any(fields for _, _, *fields in turns):
+        return turns
+    first = None  # of the forms that the template does not refuse
+    for form in itertools.product(("", None), (False, True), ("tool", "user")):
+        formed = [turn_form(turn, *form) for turn in turns]
+        with contextlib.suppress(UserError):
+            if is_rendered(chat_text(tokenizer, formed, False), turns):
+                return formed
+            first = first or formed
+    return first or turns
+
+
+def note_rendered(tokenizer, turns, notes):
+    """Add to notes texts and questions that a chat template has written already: they have its tokens.
+
+    Those that end an answer tell: they end questions, too, or begin the whole text.
+    """
+    pattern = stop_pattern(tokenizer)
+    for role, text, *_ in turns:
+        if role == "<|assistant|>" or not pattern.search(text):
+            continue
+        name = f"a turn of the {role.strip('<|>')} (rendered again)"
+        if not role:
+            name = "text (read as plain characters)"
+        notes.add(("already has chat tokens, should be messages", name))
+
+
+def is_written(tokenizer, turns, text):
+    """Return whether a template writes what these turns lack: without it the text is another one, or
+    the template refuses them, as Mistral's does a tool's result without its id.
+    """
+    try:
+        return chat_text(tokenizer, turns, False) != text
+    except UserError:
+        return True
+
+
+def fitted_turns(tokenizer, turns, notes):
+    """Return turns in the form that the tokenizer's layout has; notes get the fields that it lacks.
+
+    Raises UserError where a chat template refuses the conversation.
+    """
+    has_template = "template" in tokenizer.facts
+    if has_template:
+        note_rendered(tokenizer, turns, notes)
+    fields = {}
+    for _, _, *more in turns:
+        fields |= dict(*more)
+    written = ["role", "content", "train", "tool_calls", *THOUGHTS]
+    if not has_template or not turns[0][0]:  # no role: a plain text, which no template renders
+        note_fields(fields, written, "message.", notes)
+        return turns
+    turns = templated_turns(tokenizer, turns)
+    text = chat_text(tokenizer, turns, False)
+    for name in fields.keys() - {*written}:
+        if is_written(tokenizer, [without(turn, name) for turn in turns], text):
+            written.append(name)
+    note_fields(fields, written, "message.", notes)
+    for role, content, *more in turns:
+        name = dict(*more).get("role", role.strip("<|>"))
+        if name == "tools":  # the first turn, see leading_turns
+            if not is_written(tokenizer, turns[1:], text):
+                notes.add(("not written", "tools"))
+        elif role != "<|assistant|>" and not writes(text, content):
+            notes.add(("not written", f"a turn of the {name}"))
+    return turns
+
+
+# === end: forms ===
+
+
+# === shared: ends ===
+def stop_ids(tokenizer):
+    """Return the tokens that end an answer: an imported model's, or BOS of the next text; <|end|>."""
+    stop = {*tokenizer.facts.get("stop", [tokenizer.bos_id])}
+    if tokenizer.roles:
+        stop.add(tokenizer.roles["<|end|>"])
+    return frozenset(stop)
+
+
+# === end: ends ===
+
+
+# === shared: text ===
+def decode_bytes(tokenizer, ids):
+    """Return the bytes of tokens that begin a document; data/prepare.py counts exactly these."""
+    ids = np.asarray(ids, dtype=np.int64)
+    previous = np.append(tokenizer.bos_id, ids)[:-1]
+    drops = tokenizer.drops_space[ids] & tokenizer.boundary[previous]
+    pairs = zip(ids.tolist(), drops.tolist(), strict=True)
+    return b"".join([tokenizer.pieces[token][drop:] for token, drop in pairs])
+
+
+def completion(tokenizer, prompt, ids):
+    """Return the text of `ids`, sampled after the ids of a prompt. BOS and roles are no text."""
+    length = len(decode_bytes(tokenizer, prompt))
+    return decode_bytes(tokenizer, [*prompt, *ids])[length:].decode(errors="replace")
+
+
+# === end: text ===
+
+
+# === shared: chat ===
+def refuse_unlearned(row):
+    """Raise RowError for a row that is not to be learned, or of a form without an answer to learn."""
+    if is_unlearned(row):
+        raise RowError("weight 0, or train or loss false")
+    if "completions" in row and "labels" in row:
+        raise RowError("completions with labels (process supervision), which no script reads")
+
+
+def letters(text):
+    """Return a text without white space and the marks of thoughts, which templates rewrite."""
+    return re.sub(r"\s|</?think>", "", text)
+
+
+def check_text(tokenizer, turn, part):
+    """Raise RowError if a chat template drops or cuts the text of an answer that is learned, a turn.
+
+    part: what the template writes of it, up to the first end token.
+    """
+    _, text, *fields = turn
+    message = dict(*fields)
+    if not message.get("train", True):
+        return
+    ends = stop_pattern(tokenizer)
+    end = ends.search(text)
+    if end and ends.sub("", text[end.end() :]).strip():
+        raise RowError(f"an answer has text after the end token {end[0]!r}")
+    content = ends.sub("", message.get("content", text) or "")
+    if letters(content) not in letters(part):
+        name = "text before </think>" if "</think>" in content else "text"
+        raise RowError(
+            f"the chat template drops {name} of an answer; import the model with an edited copy of it"
+        )
+
+
+def check_answer(tokenizer, turns, text):
+    """Raise RowError if the template's text of turns lacks calls or thoughts of the last, an answer."""
+    *before, answer = turns
+    message = dict(*answer[2:])
+    if not message.get("train", True):
+        return
+    parts = []
+    calls = message.get("tool_calls", [])
+    for number in range(len(calls)):
+        rest = {**message, "tool_calls": calls[:number] + calls[number + 1 :]}
+        parts.append(("tool_calls", (*answer[:2], rest)))
+    thoughts = next((name for name in message if name in THOUGHTS), None)
+    if thoughts:
+        parts.append((thoughts, without(answer, *THOUGHTS)))
+    for name, rest in parts:
+        if chat_text(tokenizer, [*before, rest], False) == text:
+            raise RowError(
+                f"the chat template does not write {name!r} of an answer; must be in its text"
+            )
+
+
+def answered_text(tokenizer, turns):
+    """Return the text of turns by an imported model's chat template up to the end of the last answer,
+    and where that begins. The last turn is the assistant's. Raises RowError.
+
+    The answer is what the model itself would write: it begins where the prompt ends, and ends with
+    the first token that stops an answer.
+    """
+    prompt = chat_text(tokenizer, turns[:-1], True)
+    text = chat_text(tokenizer, turns, False)
+    stop = stop_pattern(tokenizer).search(text, len(prompt))
+    if not text.startswith(prompt):
+        context = chat_text(tokenizer, turns[:-1], False)
+        opening = prompt.removeprefix(context)
+        if opening == prompt or not text.startswith(context):
+            raise RowError("the chat template does not write the answer as the model would")
+        raise RowError(
+            f"the chat template ends a prompt with {opening!r:.80}, but begins the answer without it; "
+            "convert.py import --set NAME=VALUE (such as enable_thinking=true) or an edited copy of "
+            "the template may help"
+        )
+    if stop is None:
+        raise RowError(
+            "after an answer the chat template writes no end token "
+            f"({' '.join(stop_texts(tokenizer)):.80}); import the model again"
+        )
+    check_answer(tokenizer, turns, text)
+    return text[: stop.end()], len(prompt)
+
+
+def read_rows(path, parse, log):
+    """Return what `parse` makes of the rows of a file, see parse_rows. Raises UserError."""
+    return finish_rows(*parse_rows(path, file_rows(path), parse), log)
+
+
+# === end: chat ===
+
+
+# === shared: conversations ===
+ANSWERS = ("completion", "response", "output", "solution", "answer", "continuation")
+ANSWERS += ("target", "targets")
+
+
+def as_context(turn):
+    """Return a turn of a prompt: of messages no answer is learned, as in TRL."""
+    role, text, *fields = turn
+    if role != "<|assistant|>":
+        return turn
+    return role, text, {"content": text, **dict(*fields), "train": False}
+
+
+def row_turns(row, notes):
+    """Return the format of a row and its turns, (role token, text, …); plain text is a turn without role.
+
+    The assistant has a turn, and none of its turns is empty. Fields that are null are as good as
+    absent; notes get (kind, name) of those that are not used. Raises RowError.
+    """
+    row = given_fields(row)
+    refuse_unlearned(row)
+    answer = next((name for name in ANSWERS if name in row), None)
+    has_question = not ({*QUESTIONS} - {*CONVERSATIONS}).isdisjoint(row)
+    conversations = [name for name in CONVERSATIONS if name in row]
+    listed = [name for name in conversations if not is_blank(row[name])]
+    if not (has_question or "text" in row):
+        listed += conversations  # a blank one, if there is no other
+    is_text = "text" in row and not listed and not (has_question and answer)
+    flags = kto_flags(row)
+    if is_text:
+        flags.pop("label", None)  # a class of the text
+    for flag, is_good in flags.items():
+        if not is_good:
+            raise RowError(f"{flag} false: an answer that is not to be learned")
+    if listed:
+        name = CONVERSATIONS[listed[0]]
+        turns = listed_turns(row, listed[0], notes)
+        used = listed[:1]
+        is_asked = turns and turns[-1][0] == "<|user|>"
+        if is_asked and answer and not is_blank(row[answer]):  # the answer is in another field
+            turns += field_turns(row, "<|assistant|>", notes, answer)
+            used.append(answer)
+    elif is_text:
+        if "role" in row:
+            raise RowError("one message of a conversation, which must be a row of 'messages'")
+        name = "text"
+        turns = [("", text_of(row, "text"))]
+        used = ["text"]
+    elif "chosen" in row:
+        raise RowError("chosen and rejected, which train_dpo.py reads")
+    elif has_question:
+        name = "Alpaca" if "instruction" in row else "prompt/completion"
+        question = row
+        if "instruction" in row and str(row.get(answer, row)) in str(row.get("prompt", "")):
+            question = {**row, "prompt": ""}  # it is the text of the whole row
+        turns, used = question_turns(question, notes)
+        if not row.get("history"):  # whose answers are learned, as in LLaMA-Factory
+            turns = [as_context(turn) for turn in turns]
+        if answer is None:
+            raise RowError(f"missing field {' or '.join(map(repr, ANSWERS))}")
+        turns += field_turns(row, "<|assistant|>", notes, answer)
+        used.append(answer)
+    else:
+        raise RowError(f"no known format, fields {', '.join(sorted(map(str, row)))!r:.80}")
+    if name != "text":
+        turns = leading_turns(row, turns)
+        used += ["system", "system_prompt", "tools", "functions"]
+    used += flags
+    note_fields(row, used, "", notes)
+    check_turns(turns, notes)
+    return name, turns
+
+
+def is_learned(turn):
+    """Return whether an answer is learned: the field `train` of its message is not False."""
+    return dict(*turn[2:]).get("train", True)
+
+
+def check_turns(turns, notes):
+    """Raise RowError unless an answer is to be learned, and none of these is empty."""
+    answers = [turn for turn in turns if turn[0] in ("<|assistant|>", "")]
+    if not answers:
+        raise RowError("no turn of the assistant")
+    learned = [turn for turn in answers if is_learned(turn)]
+    if not learned:
+        raise RowError("no answer is to be learned")
+    if not all(text.strip() for _, text, *_ in learned):
+        raise RowError("empty answer")
+    if any(dict(*turn[2:]).get("refusal") for turn in learned):
+        raise RowError("field 'refusal' of an answer, which is not written")
+    if turns[-1][0] not in ("<|assistant|>", ""):
+        notes.add(("not learned", "turns after the last answer"))
+    if turns[0][0] == "<|assistant|>":
+        notes.add(("not learned", "no turn before the first answer"))
+
+
+# === end: conversations ===
 
 
 # === shared: split ===

@@ -74,42 +74,6 @@ class UserError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
 
 
-# === shared: streams ===
-def open_streams():
-    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
-    replaced by the null device, or the next file opened would get its number, and with it what
-    libraries print.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name != "stdin":
-            stream.reconfigure(errors="backslashreplace")
-
-
-def drop_stream(stream):
-    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
-
-
-def write_stream(stream, text):
-    """Write text to a standard stream; return the OSError if nobody takes it, else None.
-
-    From then on the stream leads nowhere.
-    """
-    try:
-        print(text, end="", file=stream, flush=True)
-    except OSError as error:
-        drop_stream(stream)
-        return error
-    return None
-
-
-# === end: streams ===
-
-
 # === shared: files ===
 def sha256_file(path):
     """Return the SHA-256 of a file in hexadecimal digits."""
@@ -241,6 +205,204 @@ def sentencepiece_tokenizer(file, content, proto, facts):
 
 
 # === end: tokenizer ===
+
+
+# === shared: data ===
+# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
+SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+
+
+def read_shard(path):
+    """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
+    if not os.path.isfile(path):
+        raise UserError(f"shard {path}: no such file")
+    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
+    kind = SHARD_KINDS.get(tuple(header[:2]))
+    size = os.path.getsize(path) - 1024
+    if not kind or header[-1] < 1 or size != np.dtype(kind).itemsize * int(header[-1]):
+        raise UserError(f"shard {path}: truncated, damaged or empty, or not in llm.c's formats")
+    return np.memmap(path, kind, "r", offset=1024)
+
+
+# What the scripts read of a manifest, see check_json.
+SPLIT_KINDS = {
+    "shards": [{"file": str, "sha256": str}],
+    "tokens": int,
+    "decoded_bytes": int,
+    "source_bytes?": int,  # nobody knows those of FineWeb
+}
+YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
+MANIFEST_KINDS = {
+    "format": int,
+    "name": str,
+    "published": bool,
+    "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
+    "train": SPLIT_KINDS,
+    "val": SPLIT_KINDS,
+    "overlap_documents": int,
+    "yardsticks?": dict.fromkeys(YARDSTICKS, float),
+}
+
+
+def load_manifest(data_path):
+    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none, or if it
+    has not what the scripts read of it.
+    """
+    path = Path(data_path) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        check_json(manifest, MANIFEST_KINDS, "the manifest")
+        tokenizer = manifest["tokenizer"]
+        if manifest["format"] != 1 or tokenizer["bos_id"] >= tokenizer["vocab_size"]:
+            raise UserError(
+                "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
+            )
+        for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
+            if "/" in file["file"] or not file["file"].isprintable():
+                raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
+    except (OSError, ValueError, RecursionError, UserError) as error:
+        raise UserError(
+            f"{path}: {error}; the folder of data (DATA_PATH) must be one that data/prepare.py TEXTS "
+            "--out FOLDER made, or one of shards, for which data/download.py --manifest writes it"
+        ) from None
+    return manifest
+
+
+def counted_bytes(part):
+    """Return the bytes by which a score of a manifest's split divides.
+
+    They are those that the tokens decode to, but never more than the source has: the text that a
+    tokenizer without a piece for the space decodes to has a third more bytes than its source.
+    """
+    return min(part["decoded_bytes"], part.get("source_bytes") or math.inf)
+
+
+class TokenStream:
+    """Shards read as one circular stream of tokens.
+
+    Raises UserError if a shard has an id that is not below `vocab_size`.
+    """
+
+    def __init__(self, paths, vocab_size):
+        self.paths = paths
+        self.vocab_size = vocab_size
+        # A mapped shard keeps its file open, and often a process may at first have 1,024 open ones.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not take
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self.shards = [read_shard(path) for path in paths]
+        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
+
+    def __len__(self):
+        return self.starts[-1]
+
+    def read(self, start, count):
+        """Return `count` tokens from position `start` on, int64; after the last, the first."""
+        parts = []
+        while count:
+            start %= len(self)
+            shard = np.searchsorted(self.starts, start, "right") - 1
+            part = self.shards[shard][start - self.starts[shard] :][:count]
+            if part.max() >= self.vocab_size:
+                raise UserError(f"shard {self.paths[shard]}: has ids beyond the tokenizer's")
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts, dtype=np.int64)
+
+
+def check_dataset(data_path, manifest):
+    """Return the TokenStreams of training and validation.
+
+    Raises UserError unless the shards are the manifest's.
+    """
+    if manifest["overlap_documents"] and not manifest["published"]:
+        raise UserError(f"{data_path}/manifest.json: validation documents are also in training")
+    streams = []
+    for split in ("train", "val"):
+        shards = manifest[split]["shards"]
+        paths = [Path(data_path, shard["file"]) for shard in shards]
+        stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
+        if len(stream) != manifest[split]["tokens"] or not shards:
+            raise UserError(
+                f"{data_path}/manifest.json: has another number of tokens than the shards of {split}"
+            )
+        if split == "val":  # training shards may be many gigabytes
+            for path, shard in zip(paths, shards, strict=True):
+                if sha256_file(path) != shard["sha256"]:
+                    raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
+        streams.append(stream)
+    return streams
+
+
+# === end: data ===
+
+
+# === shared: documents ===
+# The file beside the shards with the bytes of each token: uint32 (2, V), see token_bytes.
+TOKEN_BYTES = "token_bytes.bin"
+
+
+def token_bytes(table, prev, ids):
+    """Return the bytes of each token of `ids` given the token before it, int64, same shape.
+
+    table: (2, V), the bytes that a token decodes to. table[0]: after ordinary text. table[1]: after a
+    token without bytes such as BOS, where SentencePiece's leading space is not part of the text.
+    Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
+    """
+    is_boundary = table[0, prev] == 0
+    return table[is_boundary.astype(int), ids]
+
+
+def document_hashes(stream, bos_id):
+    """Yield a hash of the tokens of every document, in order.
+
+    Tokens before the first BOS belong to no document: a published shard may begin inside one.
+    """
+    begins = []
+    for shard, start in zip(stream.shards, stream.starts, strict=False):
+        begins.extend(start + np.flatnonzero(shard == bos_id))
+    for begin, end in itertools.pairwise([*begins, len(stream)]):
+        yield hashlib.sha256(stream.read(begin, end - begin)).digest()
+
+
+# === end: documents ===
+
+
+# === shared: streams ===
+def open_streams():
+    """Make print safe: characters that a terminal cannot show are escaped, and a closed stream is
+    replaced by the null device, or the next file opened would get its number, and with it what
+    libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name != "stdin":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_stream(stream):
+    """Let a standard stream lead nowhere: no later output fails, Python's own at exit included."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def write_stream(stream, text):
+    """Write text to a standard stream; return the OSError if nobody takes it, else None.
+
+    From then on the stream leads nowhere.
+    """
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        drop_stream(stream)
+        return error
+    return None
+
+
+# === end: streams ===
 
 
 # === shared: encoding ===
@@ -434,168 +596,6 @@ def set_encoders(tokenizer, encode_part):
 
 
 # === end: encoding ===
-
-
-# === shared: data ===
-# llm.c's formats: magic number and version -> type of the tokens, uint32 for vocabularies > 65,536
-SHARD_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-
-
-def read_shard(path):
-    """Return the tokens of a shard, a memory map (N,). Raises UserError if missing or damaged."""
-    if not os.path.isfile(path):
-        raise UserError(f"shard {path}: no such file")
-    header = np.fromfile(path, "<i4", 3)  # magic number, version, number of tokens
-    kind = SHARD_KINDS.get(tuple(header[:2]))
-    size = os.path.getsize(path) - 1024
-    if not kind or header[-1] < 1 or size != np.dtype(kind).itemsize * int(header[-1]):
-        raise UserError(f"shard {path}: truncated, damaged or empty, or not in llm.c's formats")
-    return np.memmap(path, kind, "r", offset=1024)
-
-
-# What the scripts read of a manifest, see check_json.
-SPLIT_KINDS = {
-    "shards": [{"file": str, "sha256": str}],
-    "tokens": int,
-    "decoded_bytes": int,
-    "source_bytes?": int,  # nobody knows those of FineWeb
-}
-YARDSTICKS = ("bigram_bpb", "trigram_bpb", "zstd22_bpb", "xz_bpb")
-MANIFEST_KINDS = {
-    "format": int,
-    "name": str,
-    "published": bool,
-    "tokenizer": {"file": str, "sha256": str, "vocab_size": int, "bos_id": int},
-    "train": SPLIT_KINDS,
-    "val": SPLIT_KINDS,
-    "overlap_documents": int,
-    "yardsticks?": dict.fromkeys(YARDSTICKS, float),
-}
-
-
-def load_manifest(data_path):
-    """Return `manifest.json` of a data folder, a dict. Raises UserError if there is none, or if it
-    has not what the scripts read of it.
-    """
-    path = Path(data_path) / "manifest.json"
-    try:
-        manifest = json.loads(path.read_bytes())
-        check_json(manifest, MANIFEST_KINDS, "the manifest")
-        tokenizer = manifest["tokenizer"]
-        if manifest["format"] != 1 or tokenizer["bos_id"] >= tokenizer["vocab_size"]:
-            raise UserError(
-                "format must be 1, and the tokenizer's bos_id an id below its vocab_size"
-            )
-        for file in (tokenizer, *manifest["train"]["shards"], *manifest["val"]["shards"]):
-            if "/" in file["file"] or not file["file"].isprintable():
-                raise UserError(f"{file['file']!r:.60} must be the name of a file beside it")
-    except (OSError, ValueError, RecursionError, UserError) as error:
-        raise UserError(
-            f"{path}: {error}; the folder of data (DATA_PATH) must be one that data/prepare.py TEXTS "
-            "--out FOLDER made, or one of shards, for which data/download.py --manifest writes it"
-        ) from None
-    return manifest
-
-
-def counted_bytes(part):
-    """Return the bytes by which a score of a manifest's split divides.
-
-    They are those that the tokens decode to, but never more than the source has: the text that a
-    tokenizer without a piece for the space decodes to has a third more bytes than its source.
-    """
-    return min(part["decoded_bytes"], part.get("source_bytes") or math.inf)
-
-
-class TokenStream:
-    """Shards read as one circular stream of tokens.
-
-    Raises UserError if a shard has an id that is not below `vocab_size`.
-    """
-
-    def __init__(self, paths, vocab_size):
-        self.paths = paths
-        self.vocab_size = vocab_size
-        # A mapped shard keeps its file open, and often a process may at first have 1,024 open ones.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not take
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self.shards = [read_shard(path) for path in paths]
-        self.starts = np.cumsum([0, *map(len, self.shards)])  # (shards + 1,)
-
-    def __len__(self):
-        return self.starts[-1]
-
-    def read(self, start, count):
-        """Return `count` tokens from position `start` on, int64; after the last, the first."""
-        parts = []
-        while count:
-            start %= len(self)
-            shard = np.searchsorted(self.starts, start, "right") - 1
-            part = self.shards[shard][start - self.starts[shard] :][:count]
-            if part.max() >= self.vocab_size:
-                raise UserError(f"shard {self.paths[shard]}: has ids beyond the tokenizer's")
-            parts.append(part)
-            start += len(part)
-            count -= len(part)
-        return np.concatenate(parts, dtype=np.int64)
-
-
-def check_dataset(data_path, manifest):
-    """Return the TokenStreams of training and validation.
-
-    Raises UserError unless the shards are the manifest's.
-    """
-    if manifest["overlap_documents"] and not manifest["published"]:
-        raise UserError(f"{data_path}/manifest.json: validation documents are also in training")
-    streams = []
-    for split in ("train", "val"):
-        shards = manifest[split]["shards"]
-        paths = [Path(data_path, shard["file"]) for shard in shards]
-        stream = TokenStream(paths, manifest["tokenizer"]["vocab_size"])
-        if len(stream) != manifest[split]["tokens"] or not shards:
-            raise UserError(
-                f"{data_path}/manifest.json: has another number of tokens than the shards of {split}"
-            )
-        if split == "val":  # training shards may be many gigabytes
-            for path, shard in zip(paths, shards, strict=True):
-                if sha256_file(path) != shard["sha256"]:
-                    raise UserError(f"shard {path}: its SHA-256 is not the manifest's")
-        streams.append(stream)
-    return streams
-
-
-# === end: data ===
-
-
-# === shared: documents ===
-# The file beside the shards with the bytes of each token: uint32 (2, V), see token_bytes.
-TOKEN_BYTES = "token_bytes.bin"
-
-
-def token_bytes(table, prev, ids):
-    """Return the bytes of each token of `ids` given the token before it, int64, same shape.
-
-    table: (2, V), the bytes that a token decodes to. table[0]: after ordinary text. table[1]: after a
-    token without bytes such as BOS, where SentencePiece's leading space is not part of the text.
-    Parameter Golf counts in the same way (build_sentencepiece_luts, eval_val).
-    """
-    is_boundary = table[0, prev] == 0
-    return table[is_boundary.astype(int), ids]
-
-
-def document_hashes(stream, bos_id):
-    """Yield a hash of the tokens of every document, in order.
-
-    Tokens before the first BOS belong to no document: a published shard may begin inside one.
-    """
-    begins = []
-    for shard, start in zip(stream.shards, stream.starts, strict=False):
-        begins.extend(start + np.flatnonzero(shard == bos_id))
-    for begin, end in itertools.pairwise([*begins, len(stream)]):
-        yield hashlib.sha256(stream.read(begin, end - begin)).digest()
-
-
-# === end: documents ===
 
 
 # === shared: preparation ===
