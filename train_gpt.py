@@ -10,8 +10,9 @@ from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the 
 result.json. Every setting below is an environment variable or an argument, NAME=value.
 
 The file is in this order: Settings; the model; optimizer and schedule; quantization and artifact;
-data and scores; what surrounds a run (settings parser, ranks, errors, checkpoints, log); at the end
-what chooses a network and an optimizer, and `main`, the training loop.
+data and scores; what surrounds a run (settings parser, ranks, errors, checkpoints, log); at the end,
+without fences, the choice of network, device and optimizers, a training step, what a run does at its
+end, and `main` with the training loop.
 
 Sections between `# === shared:` fences are in other scripts too, byte for byte: after a change
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
@@ -4715,32 +4716,7 @@ def write_result(run, values, content):
 # === end: run ===
 
 
-# -------------------------------------------------------------------------------------------- main
-# Learning rates of matrices, embeddings and an untied head, by optimizer. They were the best of a few
-# in 60 to 300 steps of a small network on web text (docs/lab/2026-11.md). Values that are given
-# override them. A wide head needs less: at 256 wide and with tables under AdamW 0.004 was better than
-# 0.008; at 128 wide 0.008 is. torch.optim.Adafactor takes min(rate, 1 / sqrt(step)): its 0.1 counts
-# for the first 100 steps, and in the warmdown only below 1 / sqrt(step).
-OPTIMIZER_PRESETS = {
-    "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03, "head_lr": 0.008},
-    "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004, "head_lr": 0.002},
-    "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01, "head_lr": 0.004},
-    "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4, "head_lr": 0.1},
-    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.02, "head_lr": 0.004},
-}
-MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
-MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
-# Rate of RowRMSprop over TIED_EMBED_LR. At 1 the tables learned a text by heart that is read twice:
-# 0.035 bits per byte more than at 0.3 (docs/lab/2026-11.md, 2026-11-27).
-TABLE_LR_SHARE = 0.3
-# Least share of that rate, in the warm-up and in the warmdown: otherwise a rare row that is read near
-# the end would hardly learn.
-TABLE_LR_FLOOR = 0.6
-WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
-# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
-HANG_SECONDS = 300.0
-
-
+# ------------------------------------------------------------------------------------------ network
 # A start that was imported keeps what it knows at a low rate. Packing takes all the bytes it needs:
 # 8 bits lost less than 0.01 bits per byte of SmolLM2 (docs/lab.md).
 IMPORTED_DEFAULTS = {
@@ -4832,6 +4808,7 @@ def make_network(settings, tokenizer):
     return network, start
 
 
+# ------------------------------------------------------------------------------------------- device
 def keep_memory():
     """Let glibc keep the memory that tensors give back, for the next ones.
 
@@ -4895,6 +4872,91 @@ def compile_model(network, settings):
     return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)
 
 
+# --------------------------------------------------------------------------------------- optimizers
+# Learning rates of matrices, embeddings and an untied head, by optimizer. They were the best of a few
+# in 60 to 300 steps of a small network on web text (docs/lab/2026-11.md). Values that are given
+# override them. A wide head needs less: at 256 wide and with tables under AdamW 0.004 was better than
+# 0.008; at 128 wide 0.008 is. torch.optim.Adafactor takes min(rate, 1 / sqrt(step)): its 0.1 counts
+# for the first 100 steps, and in the warmdown only below 1 / sqrt(step).
+OPTIMIZER_PRESETS = {
+    "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03, "head_lr": 0.008},
+    "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004, "head_lr": 0.002},
+    "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01, "head_lr": 0.004},
+    "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4, "head_lr": 0.1},
+    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.02, "head_lr": 0.004},
+}
+MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
+MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
+# Rate of RowRMSprop over TIED_EMBED_LR. At 1 the tables learned a text by heart that is read twice:
+# 0.035 bits per byte more than at 0.3 (docs/lab/2026-11.md, 2026-11-27).
+TABLE_LR_SHARE = 0.3
+# Least share of that rate, in the warm-up and in the warmdown: otherwise a rare row that is read near
+# the end would hardly learn.
+TABLE_LR_FLOOR = 0.6
+
+
+class RowRMSprop(torch.optim.Optimizer):
+    """RMSprop with one mean square for each row, without momentum or decay: for rarely read rows.
+
+    A row that is read once takes a step of 1 / sqrt(1 - beta2) times the rate, and waits for its next
+    reading. AdamW, with moments of each weight, learned less (docs/lab/2026-11.md, 2026-11-27). Of a
+    sparse gradient, which must be coalesced, only the rows that it has are read and written. A rate
+    above 0 is `lr_floor` at least.
+    """
+
+    def __init__(self, groups):
+        super().__init__(groups, dict(lr_floor=0.0))
+
+    @torch.no_grad()
+    def step(self):
+        """Update state and weights."""
+        _, beta2 = ADAM_BETAS
+        for group in self.param_groups:
+            lr = torch.as_tensor(group["lr"])
+            lr = lr.clamp(min=group["lr_floor"]) * (lr > 0)  # in a masked step it stays 0
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["updates"] = param.new_zeros(())
+                    state["mean_square"] = param.new_zeros(len(param), 1)
+                rows = slice(None)
+                grad = param.grad
+                if grad.is_sparse:
+                    rows = grad.indices()[0]
+                    grad = grad.values()
+                norm = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
+                mean_square = state["mean_square"].mul_(beta2)
+                mean_square[rows] += (1 - beta2) / param.size(1) * norm.square()
+                state["updates"] += 1
+                unbiased = mean_square[rows] / (1 - beta2 ** state["updates"])
+                param[rows] -= grad * (lr / (unbiased.sqrt() + ADAM_EPS))
+
+
+def make_optimizers(network, settings, runtime):
+    """Return the optimizers of a network."""
+    params = dict(network.named_parameters())
+    hashed = params.pop("ngram_embed", None)
+    classes = parameters_by_class(params)
+    matrices = dict(params=classes["matrix"], lr=settings.matrix_lr, weight_decay=settings.muon_wd)
+    embeddings = dict(
+        params=classes["embedding"],  # a tied one is the output head, too
+        lr=settings.tied_embed_lr,
+        weight_decay=0.0,
+    )
+    tables = {**embeddings, "params": [] if hashed is None else [hashed]}
+    head = dict(params=classes["head"], lr=settings.head_lr, weight_decay=0.0)
+    # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
+    controls = dict(params=classes["control"], lr=settings.scalar_lr, weight_decay=0.0)
+    adamw = OPTIMIZERS["adamw"]
+    if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
+        muon = Muon([matrices], runtime, network.dtype)
+        tables["lr"] *= TABLE_LR_SHARE
+        tables["lr_floor"] = TABLE_LR_FLOOR * tables["lr"]
+        return [muon, adamw([embeddings, head, controls]), RowRMSprop([tables])]
+    return [OPTIMIZERS[settings.optimizer]([matrices, embeddings, tables, head]), adamw([controls])]
+
+
+# ------------------------------------------------------------------------------------ training step
 def table_dropout(passes, tokens_per_row):
     """Return the share of look-ups in the hashed tables that a step replaces by zeros, to a hundredth.
 
@@ -4990,6 +5052,10 @@ def gradients(model):
     return [grad.values() if grad.is_sparse else grad for grad in grads]
 
 
+# ------------------------------------------------------------------------------------------ warm-up
+WARMUP_STEPS = 2  # untimed steps: the first compiles, the second shows that nothing compiles again
+
+
 def halve_micro_batch(batches, settings):
     """Halve the micro-batch, which did not fit into memory. Raises UserError if it cannot be."""
     rows = batches.micro_batch_size
@@ -5054,6 +5120,7 @@ def warm_up(model, optimizers, batches, settings):
         optimizer.state.clear()
 
 
+# ---------------------------------------------------------------------------------------------- log
 def log_data(data, text_tokens, log):
     """Log what the data is, how many of its tokens train, choose weights and validate, and by which
     bytes scores divide.
@@ -5078,6 +5145,59 @@ def log_data(data, text_tokens, log):
         )
 
 
+def warn_of_small_limit(settings, weights, limit, log):
+    """Log a warning if an artifact of at most `limit` bytes cannot hold so many weights well.
+
+    A weight takes about MATRIX_BITS - 2 bits (docs/quantization.md). Up to twice the limit nothing is said.
+    """
+    size = weights * (settings.matrix_bits - 2) / 8
+    if size > 2 * limit:
+        log(
+            f"warning: ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}: {weights} weights take about "
+            f"{size:.0f} bytes. To fit, they are rounded much more coarsely from QAT on, or at the end, "
+            "which makes a worse model. ARTIFACT_BYTES_MAX=0 is no limit",
+            sys.stderr,
+        )
+
+
+def warn_of_large_controls(network, log):
+    """Log a warning for each large weight whose name makes it a control, see tensor_class."""
+    for name, param in network.named_parameters():
+        if tensor_class(name, param) == "control" and param.numel() > 65536:
+            log(
+                f"warning: {name} has {param.numel()} weights and is a control by its name: AdamW at "
+                "SCALAR_LR trains it, and the artifact has it in float16; a matrix is named w_*"
+            )
+
+
+@torch.no_grad()
+def log_gate_shares(network, tokens, log):
+    """Log and return the share of hidden units whose event gate opens, a number for each layer.
+
+    The bio-MLP's events are counted in one text of tokens (N,). They are returned as a key of
+    result.json; {} without the bio-MLP's gate.
+    """
+    shares = []
+
+    def count(mlp, inputs, output):
+        h = oscillate(linear(*inputs, mlp.w_up), mlp.wave)
+        shares.append((mlp.voltage(h) > BIO_THRESHOLD).float().mean().item())
+
+    hooks = [
+        block.mlp.register_forward_hook(count)
+        for block in network.blocks
+        if block.mlp.kind == "bio_soft"
+    ]
+    if not hooks:
+        return {}
+    network.features(torch.from_numpy(tokens).to(network.embed.device)[None])
+    for hook in hooks:
+        hook.remove()
+    log(f"events: share of units by layer {' '.join(f'{share:.4f}' for share in shares)}")
+    return {"event_shares": shares}
+
+
+# ------------------------------------------------------------------------------------- end of a run
 def choose_timed_weights(network, table, averages, run, score):
     """Give the network the raw or averaged weights that score best, quantized, on held-out tokens.
 
@@ -5169,117 +5289,9 @@ def score_artifact(path, scorer, data, run):
     return result
 
 
-def warn_of_small_limit(settings, weights, limit, log):
-    """Log a warning if an artifact of at most `limit` bytes cannot hold so many weights well.
-
-    A weight takes about MATRIX_BITS - 2 bits (docs/quantization.md). Up to twice the limit nothing is said.
-    """
-    size = weights * (settings.matrix_bits - 2) / 8
-    if size > 2 * limit:
-        log(
-            f"warning: ARTIFACT_BYTES_MAX={settings.artifact_bytes_max}: {weights} weights take about "
-            f"{size:.0f} bytes. To fit, they are rounded much more coarsely from QAT on, or at the end, "
-            "which makes a worse model. ARTIFACT_BYTES_MAX=0 is no limit",
-            sys.stderr,
-        )
-
-
-def warn_of_large_controls(network, log):
-    """Log a warning for each large weight whose name makes it a control, see tensor_class."""
-    for name, param in network.named_parameters():
-        if tensor_class(name, param) == "control" and param.numel() > 65536:
-            log(
-                f"warning: {name} has {param.numel()} weights and is a control by its name: AdamW at "
-                "SCALAR_LR trains it, and the artifact has it in float16; a matrix is named w_*"
-            )
-
-
-class RowRMSprop(torch.optim.Optimizer):
-    """RMSprop with one mean square for each row, without momentum or decay: for rarely read rows.
-
-    A row that is read once takes a step of 1 / sqrt(1 - beta2) times the rate, and waits for its next
-    reading. AdamW, with moments of each weight, learned less (docs/lab/2026-11.md, 2026-11-27). Of a
-    sparse gradient, which must be coalesced, only the rows that it has are read and written. A rate
-    above 0 is `lr_floor` at least.
-    """
-
-    def __init__(self, groups):
-        super().__init__(groups, dict(lr_floor=0.0))
-
-    @torch.no_grad()
-    def step(self):
-        """Update state and weights."""
-        _, beta2 = ADAM_BETAS
-        for group in self.param_groups:
-            lr = torch.as_tensor(group["lr"])
-            lr = lr.clamp(min=group["lr_floor"]) * (lr > 0)  # in a masked step it stays 0
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state["updates"] = param.new_zeros(())
-                    state["mean_square"] = param.new_zeros(len(param), 1)
-                rows = slice(None)
-                grad = param.grad
-                if grad.is_sparse:
-                    rows = grad.indices()[0]
-                    grad = grad.values()
-                norm = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
-                mean_square = state["mean_square"].mul_(beta2)
-                mean_square[rows] += (1 - beta2) / param.size(1) * norm.square()
-                state["updates"] += 1
-                unbiased = mean_square[rows] / (1 - beta2 ** state["updates"])
-                param[rows] -= grad * (lr / (unbiased.sqrt() + ADAM_EPS))
-
-
-def make_optimizers(network, settings, runtime):
-    """Return the optimizers of a network."""
-    params = dict(network.named_parameters())
-    hashed = params.pop("ngram_embed", None)
-    classes = parameters_by_class(params)
-    matrices = dict(params=classes["matrix"], lr=settings.matrix_lr, weight_decay=settings.muon_wd)
-    embeddings = dict(
-        params=classes["embedding"],  # a tied one is the output head, too
-        lr=settings.tied_embed_lr,
-        weight_decay=0.0,
-    )
-    tables = {**embeddings, "params": [] if hashed is None else [hashed]}
-    head = dict(params=classes["head"], lr=settings.head_lr, weight_decay=0.0)
-    # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
-    controls = dict(params=classes["control"], lr=settings.scalar_lr, weight_decay=0.0)
-    adamw = OPTIMIZERS["adamw"]
-    if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
-        muon = Muon([matrices], runtime, network.dtype)
-        tables["lr"] *= TABLE_LR_SHARE
-        tables["lr_floor"] = TABLE_LR_FLOOR * tables["lr"]
-        return [muon, adamw([embeddings, head, controls]), RowRMSprop([tables])]
-    return [OPTIMIZERS[settings.optimizer]([matrices, embeddings, tables, head]), adamw([controls])]
-
-
-@torch.no_grad()
-def log_gate_shares(network, tokens, log):
-    """Log and return the share of hidden units whose event gate opens, a number for each layer.
-
-    The bio-MLP's events are counted in one text of tokens (N,). They are returned as a key of
-    result.json; {} without the bio-MLP's gate.
-    """
-    shares = []
-
-    def count(mlp, inputs, output):
-        h = oscillate(linear(*inputs, mlp.w_up), mlp.wave)
-        shares.append((mlp.voltage(h) > BIO_THRESHOLD).float().mean().item())
-
-    hooks = [
-        block.mlp.register_forward_hook(count)
-        for block in network.blocks
-        if block.mlp.kind == "bio_soft"
-    ]
-    if not hooks:
-        return {}
-    network.features(torch.from_numpy(tokens).to(network.embed.device)[None])
-    for hook in hooks:
-        hook.remove()
-    log(f"events: share of units by layer {' '.join(f'{share:.4f}' for share in shares)}")
-    return {"event_shares": shares}
+# --------------------------------------------------------------------------------------------- main
+# A step that takes longer than this and than 20 median steps prints the stacks of all threads.
+HANG_SECONDS = 300.0
 
 
 def main():
