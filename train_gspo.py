@@ -300,6 +300,12 @@ def widened(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def gpu_dtype():
+    """Return the dtype of products on this GPU: bfloat16 if it has units for it, as since Ampere."""
+    has_units = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_units else torch.float32
+
+
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
     return F.linear(x, weight.to(x.dtype))
@@ -924,7 +930,7 @@ class GPT(nn.Module):
         context = context or self.context(ids, doc, borders)
         positions = context.positions
         x = F.embedding(ids, self.embed)
-        x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
+        x = x.to(self.dtype or (gpu_dtype() if ids.is_cuda else x.dtype))
         if config.positions == "rope":
             dims = config.rope_dims or config.attention_width
             scaling = config.rope_scaling
@@ -1142,7 +1148,7 @@ def choose_kernels(choice, network, runtime, log):
         if "g" in kinds:
             FAST["gdn"] = fla_gdn
     checks = {"attention": check_attention, "gdn": check_gdn}
-    dtype = network.dtype or torch.bfloat16
+    dtype = network.dtype or gpu_dtype()
     ids = torch.randint(100, (2, min(config.train_seq_len, 2048)))  # the plain form needs memory
     for name in list(FAST):
         good = False
@@ -1183,12 +1189,12 @@ def orthogonalize(G):
 
     Newton-Schulz: each step applies the odd polynomial a s + b s^3 + c s^5 to every singular value
     s, by products of matrices alone (kellerjordan.github.io/posts/muon). The products are taken in
-    bfloat16 on CUDA, and in G's dtype on a CPU.
+    gpu_dtype on CUDA, and in G's dtype on a CPU.
     """
     if G.size(1) > G.size(2):
         return orthogonalize(G.mT).mT  # X X^T is then the smaller of the two products
     a, b, c = NEWTON_SCHULZ
-    X = G.bfloat16() if G.is_cuda else G
+    X = G.to(gpu_dtype()) if G.is_cuda else G
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         A = X @ X.mT
