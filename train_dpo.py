@@ -5911,7 +5911,7 @@ def adapt(network, settings, device):
             torch.default_generator.manual_seed(settings.seed)
             setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
         freeze_model(network)
-        automatic = torch.bfloat16 if device.type == "cuda" else None
+        automatic = gpu_dtype() if device.type == "cuda" else None
         is_half = (network.dtype or automatic) == torch.bfloat16
         for param in network.parameters():
             if is_half and not param.requires_grad and param.ndim > 1:
