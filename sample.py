@@ -4683,7 +4683,7 @@ def system_turns(settings):
 # ---------------------------------------------------------------------------------------- generate
 def sample(settings):
     """Print NUM_SAMPLES continuations of PROMPT."""
-    runtime = start_runtime(settings.device)
+    runtime = start_runtime(settings.device, settings.compile)
     model = open_model("ARTIFACT", settings.artifact, runtime, settings)
     turns = [*system_turns(settings), ("<|user|>", settings.prompt)]
     prompt = prompt_ids(model.tokenizer, turns, settings.layout)
@@ -4763,7 +4763,7 @@ def second_question(turns, first):
 
 def chat(settings):
     """Answer the lines of standard input, a turn each, until it ends or Ctrl-C comes."""
-    runtime = start_runtime(settings.device)
+    runtime = start_runtime(settings.device, settings.compile)
     model = open_model("ARTIFACT", settings.artifact, runtime, settings)
     config = model.network.config
     if config.positions != "learned":
@@ -5421,7 +5421,7 @@ def rounded(value):
 
 def score(settings):
     """Print SCORE for each file of SCORE_PATH; return and write all figures."""
-    runtime = start_runtime(settings.device)
+    runtime = start_runtime(settings.device, settings.compile)
     if settings.score in ("task", "preference", "win"):
         settings = replace(settings, layout="chat")
     reports = []

@@ -6794,7 +6794,7 @@ def main():
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
-    runtime = start_runtime(settings.device)
+    runtime = start_runtime(settings.device, settings.compile)
     if settings.pairs_per_step % runtime.world_size:
         raise UserError(
             f"PAIRS_PER_STEP={settings.pairs_per_step}: must be a multiple of the "

@@ -6856,7 +6856,7 @@ def main():
     """Train, pack and score one model; return the exit code. Raises UserError before step 1."""
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
-    runtime = start_runtime(settings.device)
+    runtime = start_runtime(settings.device, settings.compile)
     unit = settings.train_seq_len * runtime.world_size
     if settings.train_batch_tokens % unit:
         raise UserError(
