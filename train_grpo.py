@@ -87,6 +87,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -3068,15 +3069,35 @@ def present_runtime(device):
     return Runtime(0, 1, device, False)
 
 
-def start_runtime(choice):
+def check_compiler(choice, device):
+    """Raise UserError if COMPILE is on, on a CPU, and a C++ compiler or Python's header is missing.
+
+    choice: of the setting COMPILE.
+    """
+    if not choice or device.type != "cpu":
+        return
+    compiler = os.environ.get("CXX", "g++")  # as PyTorch chooses it
+    if not shutil.which(compiler):
+        missing = f"the C++ compiler {compiler}"
+    elif not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists():
+        missing = "Python.h (package python3-dev or python3-devel)"
+    else:
+        return
+    raise UserError(
+        f"COMPILE={setting_text(choice)}: must be 0, or install {missing}, which was not found"
+    )
+
+
+def start_runtime(choice, compiles=False):
     """Return the Runtime: of a rank of the group that torchrun describes, or of a single process.
 
-    choice: of the setting DEVICE.
+    choice: of the setting DEVICE. compiles: of the setting COMPILE, see check_compiler.
     """
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if not local_rank.isdecimal():
         raise UserError(f"LOCAL_RANK={local_rank!r}: must be a whole number from 0, or unset")
     device = choose_device(choice, int(local_rank))
+    check_compiler(compiles, device)
     join_group(device)
     return present_runtime(device)
 

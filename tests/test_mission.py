@@ -168,13 +168,16 @@ def test_networks_are_compiled_whole_by_a_mode(mode, monkeypatch):
     words = T.compile_model(network, settings)
     expected = {"dynamic": False, "fullgraph": True, "mode": "default" if mode == "1" else mode}
     assert words == expected
+    cpu = torch.device("cpu")
+    T.check_compiler(settings.compile, cpu)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    refusal(T.UserError, f"^COMPILE={mode}: .*no-such-compiler", T.compile_model, network, settings)
+    given = (settings.compile, cpu)
+    refusal(T.UserError, f"^COMPILE={mode}: .*no-such-compiler", T.check_compiler, *given)
     monkeypatch.setenv("CXX", "sh")
     monkeypatch.setattr(T.sysconfig, "get_path", lambda *names: "/nowhere")
-    refusal(T.UserError, f"^COMPILE={mode}: .*Python.h", T.compile_model, network, settings)
-    network.embed = torch.zeros(1, device="meta")  # not on a CPU
-    assert T.compile_model(network, settings) == expected
+    refusal(T.UserError, f"^COMPILE={mode}: .*Python.h", T.check_compiler, *given)
+    T.check_compiler(settings.compile, torch.device("meta"))  # not on a CPU
+    T.check_compiler(False, cpu)
 
 
 # Recipe of the WiggleGPT guide -> optimizer, positions, schedule.
