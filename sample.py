@@ -57,9 +57,9 @@ import re
 import reprlib
 import resource
 import shlex
+import shutil
 import signal
 import statistics
-import shutil
 import struct
 import subprocess
 import sys

@@ -154,14 +154,20 @@ def test_the_machine_is_described(monkeypatch, tmp_path):
 def test_a_stop_signal_is_remembered_and_said_by_rank_0(rank, capfd):
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
-    run = SimpleNamespace(runtime=T.Runtime(rank, 2, torch.device("cpu"), False))
+    ended = []
+    runtime = T.Runtime(rank, 2, torch.device("cpu"), False)
+    run = SimpleNamespace(runtime=runtime, end_at_once=lambda number, frame: ended.append(number))
     try:
         stop_signal = T.StopSignal(run)
         assert stop_signal.number == 0
         with contextlib.redirect_stderr(sys.__stderr__):
             for _ in range(2):  # within a second
                 os.kill(os.getpid(), signal.SIGINT)
-        assert stop_signal.number == signal.SIGINT
+        assert stop_signal.number == signal.SIGINT and ended == []
+        stop_signal.received -= 2
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        assert ended == [signal.SIGINT]  # the SIGTERM of Slurm's time limit lets the run save
         err = capfd.readouterr().err
         assert err.count("SIGINT: ") == err.count("\n") == (rank == 0)
         T.handle_stop_signals(signal.SIG_DFL)
