@@ -3769,7 +3769,8 @@ def handle_stop_signals(handler):
 class StopSignal:
     """Remembers SIGTERM, SIGINT or SIGHUP, so that the loop saves and stops.
 
-    A second signal ends the process at once.
+    A second Ctrl-C ends the process at once. A second SIGTERM does not: Slurm sends one at its time limit,
+    and there may still be time to save.
     """
 
     def __init__(self, run):
@@ -3782,14 +3783,14 @@ class StopSignal:
         """Handle a signal."""
         if self.number:
             # torchrun repeats the Ctrl-C of a terminal, so a signal within a second is the same one.
-            if time.monotonic() - self.received > 1:
+            if number == signal.SIGINT and time.monotonic() - self.received > 1:
                 self.run.end_at_once(number, frame)
             return
         self.received = time.monotonic()
         self.number = number
         if self.run.runtime.rank == 0:
             name = signal.Signals(number).name
-            text = f"{name}: the run stops after this step; a second signal ends it at once\n"
+            text = f"{name}: the run stops after this step; a second Ctrl-C ends it at once\n"
             with contextlib.suppress(OSError):  # nobody reads it
                 # Not by print, which this signal may have interrupted.
                 os.write(sys.stderr.fileno(), text.encode())
