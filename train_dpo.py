@@ -135,7 +135,7 @@ class Settings:
     activation_checkpointing: bool = False  # recompute layers in the backward pass: less memory
     # torchrun: each rank holds 1 / ranks of weights, gradients and optimizer state (FSDP)
     shard: bool = False
-    # of activations; auto: bfloat16 on CUDA, and in train_gpt.py on a CPU that is fast at it
+    # dtype of activations; auto: bfloat16 on a GPU that is fast at it, in train_gpt.py also on a CPU
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False

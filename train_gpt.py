@@ -9,39 +9,46 @@ A run trains the network, packs it into one artifact file and scores the network
 from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact) and
 result.json. Every setting below is an environment variable or an argument, NAME=value.
 
-The file is in this order: Settings; the model; optimizer and schedule; quantization and artifact;
-data and scores; what surrounds a run (settings parser, ranks, errors, checkpoints, log); at the end,
-without fences, the choice of network, device and optimizers, a training step, what a run does at its
-end, and `main` with the training loop.
+The file is in this order: Settings; the model, its shape by settings, kernels; optimizers and
+schedule; quantization and artifact; data and scores; what surrounds a run (settings parser, ranks,
+errors, checkpoints, log); at the end, without fences, the choice of network and device, a training
+step, what a run does at its end, and `main` with the training loop.
 
 Sections between `# === shared:` fences are in other scripts too, byte for byte: after a change
 `python tools/sync.py train_gpt.py` copies them. Outside the repository just edit them.
 
 Where to change what:
     another loss, a term of it            GPT.forward
-    another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
+    another layer, or a new one           GatedDeltaNet, Attention, MLP, Block; its word in
+                                          LAYER_PATTERN: make_mixer, layer_words
     a new weight                          tensor_class; its name decides, see below
-    another norm                          Norm, NORMS
+    another norm of the layers            Norm, NORMS; of queries, keys and GDN's outputs: rms_norm
     another position                      rotation, rotate
     another optimizer, other rates        OPTIMIZERS, make_optimizers, OPTIMIZER_PRESETS
     another schedule, another phase       Plan.rates, PHASE_STARTS
     which windows train, in which order   split_windows, Batches.read_rows
     what a step logs                      main; the dict `metrics`
+    a value of the network in the log     forward_backward returns it, `extra` in main sums it over ranks
     what validation measures              Scorer, score_artifact
     how weights are rounded and packed    quantize, fit_artifact
     a new setting of the model            Settings, GPTConfig; a field of one name in both, layers read it
     another new setting                   Settings; if a resumed run must keep it, `identity` in main
-Validation calls GPT.forward, too: a term of the loss that is for training alone goes behind
-`if torch.is_grad_enabled()`, or it becomes part of val_bpb. The train_loss of the log includes such
-a term. In training no target is -1. A term that scores have, too, must be 0 where a target is -1. A
-change of the network that adds or drops no weight needs a field of GPTConfig that switches it;
-without one the other scripts would load its artifact as the old network, without an error. The name
-of a weight decides its optimizer and how it is packed (tensor_class): w_* is a matrix (MATRIX_LR,
-MATRIX_BITS); *embed*, head and ab are embeddings; all others, and tensors with fewer than 16 rows or
-columns, are controls (AdamW at SCALAR_LR, float16 or float32 in the artifact). The optimizer takes ab
-for a control, and head has HEAD_LR (PARAMETER_CLASSES). In the log's header a setting that differs
-from its default has a `*`. In the repository a new setting also enters OUR_SETTINGS, so that the
-other scripts refuse it; your own copy needs no entry. Runs that began without it cannot be resumed.
+
+What a change should know:
+- Validation calls GPT.forward, too. A term of the loss that is for training alone goes behind
+  `if torch.is_grad_enabled()`, or it becomes part of val_bpb. The train_loss of the log has the term.
+- In training no target is -1. In scores some are: a term that they have, too, must be 0 there.
+- The last matrix of an MLP and an untied head begin at zero, so a change of the network may show from
+  the third step on only.
+- A change that adds or drops no weight needs a field of GPTConfig that switches it. Without one the
+  other scripts would load its artifact as the old network, without an error.
+- The name of a weight decides its optimizer and how it is packed (tensor_class). w_* is a matrix
+  (MATRIX_LR, MATRIX_BITS). *embed*, head and ab are embeddings. All others, and tensors with fewer
+  than 16 rows or columns, are controls: AdamW at SCALAR_LR, float16 or float32 in the artifact. The
+  optimizer takes ab for a control, and head has HEAD_LR (PARAMETER_CLASSES).
+- In the log's header a setting that differs from its default has a `*`.
+- In the repository a new setting also enters OUR_SETTINGS, so that the other scripts refuse it. Your
+  own copy needs no entry. A run that began without the setting cannot be resumed.
 """
 
 # /// script
@@ -126,7 +133,7 @@ class Settings:
     replay: Paths = ""
     seed: int = bounded(1337, 0, 2**31 - 1)  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
-    # of activations; auto: bfloat16 on CUDA, and in train_gpt.py on a CPU that is fast at it
+    # dtype of activations; auto: bfloat16 on a GPU that is fast at it, in train_gpt.py also on a CPU
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = True
@@ -170,16 +177,17 @@ class Settings:
     # kind of MLP; bio_soft is the bio-MLP with sparse events
     mlp: Literal["relu2", "leaky_relu2", "gelu", "swiglu", "bio", "bio_soft"] = "relu2"
     mlp_mult: float = bounded(3.0, 0.25, 16.0)  # hidden width of the MLP divided by model_dim
-    norm: str = "rms"  # one of NORMS, or one word per layer
+    norm: str = "rms"  # rms, rms_weight, rms_offset or layer; or one such word per layer
     positions: Literal["rope", "learned", "none"] = "rope"  # how attention knows positions
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     attn_window: int = bounded(512, 1)  # keys that a query of a sliding window sees
     qk_gain_init: float = 4.0  # initial gain of normed queries; 0: no norm of queries and keys
     bigram_vocab_size: int = 0  # rows of hashed embeddings, of pairs and of triples; 0: none
     tie_embeddings: bool = True  # the embedding is the output head
-    # optimizer and learning rates; defaults of the rates by optimizer: OPTIMIZER_PRESETS. Under muon
-    # RowRMSprop trains the hashed tables, at TABLE_LR_SHARE of TIED_EMBED_LR.
-    # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
+    # Optimizer and learning rates. OPTIMIZER_PRESETS has the defaults of the rates by optimizer. Under
+    # muon RowRMSprop trains the hashed tables, at TABLE_LR_SHARE of TIED_EMBED_LR.
+
+    # muon updates the matrices alone, the others embeddings and head, too; AdamW updates the rest
     optimizer: Literal["muon", "lion", "adamw", "adafactor", "adamw8bit"] = "muon"
     matrix_lr: float = 0.02  # learning rate of the layers' matrices
     tied_embed_lr: float = 0.03  # learning rate of embeddings, and of the head if it is tied
@@ -359,7 +367,7 @@ def split_chunks(x, chunk):
 
 
 def refuse_second_derivative(grad):
-    """Raise NotImplementedError if a gradient is to have a gradient; a hook of a tensor."""
+    """Raise NotImplementedError if a second derivative is asked for. It is a hook of a tensor."""
     if torch.is_grad_enabled():  # inside backward: whether it was called with create_graph
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
@@ -520,9 +528,9 @@ def register(name, form, shapes, backward=None, keep=None):
     """Return a form as an operator, which torch.compile calls and does not trace.
 
     The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    empty outputs, from which the compiler learns their shapes. The first script imported into a
+    process registers it for all: a second registration would free the first, and a handle to it
+    would crash.
     """
     if not hasattr(torch.ops.underpar, name):
         registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
@@ -740,7 +748,8 @@ class MLP(nn.Module):
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
-        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
+        # Zeros: the MLP adds nothing in the first step. A change of it shows from the second on, or from
+        # the third, where the head begins at zero, too (TIE_EMBEDDINGS=0).
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def forward(self, x):
@@ -775,8 +784,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share
-    blocks, mixers or both.
+    """All of a layer but its mixer: norms, MLP, and learned scales.
+
+    Layers may share blocks, mixers or both.
 
     `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
@@ -959,6 +969,95 @@ class GPT(nn.Module):
 
 
 # === end: model ===
+
+
+# ------------------------------------------------------------------------------------------- shape
+# What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
+# gave no others; model_config takes the fields of GPTConfig that are no settings.
+LLAMA = dict(
+    layer_pattern="a",
+    num_layers=12,
+    mlp="swiglu",
+    mlp_mult=2.75,
+    norm="rms_weight",
+    qk_gain_init=0.0,
+    residual_mix=False,
+    logit_softcap=0.0,
+    embed_init_std=0.02,
+)
+ARCH_PRESETS = {
+    # The defaults: GDN, and two layers of sliding-window attention with the same weights.
+    "D": dict(layer_pattern=Settings.layer_pattern, num_layers=0),
+    "gdn": dict(layer_pattern="g", num_layers=10),
+    "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
+    "baseline": dict(  # the first script of Parameter Golf
+        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
+    ),
+    # Layouts that other software loads, see convert.py export.
+    "llama": LLAMA,
+    "qwen2": LLAMA | dict(qkv_bias=True),
+    "qwen3": LLAMA | dict(qk_norm=True),
+    "qwen3_5": LLAMA
+    | dict(layer_pattern="g g g a", norm="rms_offset", qk_norm=True, attn_gate=True),
+}
+
+
+def layer_words(settings):
+    """Return the words of all layers and those of their norms. Raises UserError.
+
+    LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated DeltaNet, s
+    sliding-window attention, a full attention. Layers whose words have the same number share the
+    mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2 A1 A2: depth
+    recurrence). NORM is repeated in the same way: a shared layer has the norms of its first place,
+    and the last word is also the norm before the head.
+    """
+    words = settings.layer_pattern.split()
+    norms = settings.norm.split()
+    if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
+        raise UserError(
+            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, maybe with a "
+            "number; capitals need one"
+        )
+    if not norms or set(norms) - set(NORMS):
+        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
+    num_layers = settings.num_layers or len(words)
+    layers = " ".join((words * num_layers)[:num_layers])
+    return layers, " ".join((norms * num_layers)[:num_layers])
+
+
+def asked_shape(settings):
+    """Return the fields of GPTConfig that `settings` ask for: name -> value. Raises UserError.
+
+    A value is taken from `settings`, else from ARCH_PRESETS.
+    """
+    given = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
+    given["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
+    given["layers"], given["norms"] = layer_words(settings)
+    return {name: given[name] for name in given.keys() & GPTConfig.__dataclass_fields__}
+
+
+def model_config(settings, vocab_size, bos_id, **overrides):
+    """Return the GPTConfig of the network that `settings` ask for, with `overrides` of its fields.
+
+    Raises UserError where the numbers do not fit together.
+    """
+    tokens = dict(vocab_size=vocab_size, bos_id=bos_id)
+    config = GPTConfig(**{**asked_shape(settings), **tokens, **overrides})
+
+    dim = config.model_dim
+    heads = config.num_heads
+    if dim % (2 * heads):
+        raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
+    if heads % config.num_kv_heads:
+        raise UserError(
+            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
+        )
+    if config.rope_dims % 2 or config.rope_dims > dim // heads:
+        raise UserError(
+            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
+            f"{dim // heads}"
+        )
+    return config
 
 
 # === shared: kernels ===
@@ -1155,95 +1254,6 @@ def choose_kernels(choice, network, runtime, log):
 # === end: kernels ===
 
 
-# ------------------------------------------------------------------------------------------- shape
-# What ARCH_MODE stands for. load_settings takes the values of settings from here, where the user
-# gave no others; model_config takes the fields of GPTConfig that are no settings.
-LLAMA = dict(
-    layer_pattern="a",
-    num_layers=12,
-    mlp="swiglu",
-    mlp_mult=2.75,
-    norm="rms_weight",
-    qk_gain_init=0.0,
-    residual_mix=False,
-    logit_softcap=0.0,
-    embed_init_std=0.02,
-)
-ARCH_PRESETS = {
-    # The defaults: GDN, and two layers of sliding-window attention with the same weights.
-    "D": dict(layer_pattern=Settings.layer_pattern, num_layers=0),
-    "gdn": dict(layer_pattern="g", num_layers=10),
-    "hybrid": dict(layer_pattern="g g a a a a a a a a g"),  # of openai/parameter-golf PR 1895
-    "baseline": dict(  # the first script of Parameter Golf
-        layer_pattern="a", num_layers=9, mlp_mult=2.0, qk_gain_init=1.5, unet_skips=True
-    ),
-    # Layouts that other software loads, see convert.py export.
-    "llama": LLAMA,
-    "qwen2": LLAMA | dict(qkv_bias=True),
-    "qwen3": LLAMA | dict(qk_norm=True),
-    "qwen3_5": LLAMA
-    | dict(layer_pattern="g g g a", norm="rms_offset", qk_norm=True, attn_gate=True),
-}
-
-
-def layer_words(settings):
-    """Return the words of all layers and those of their norms. Raises UserError.
-
-    LAYER_PATTERN is one word per layer, repeated or cut to NUM_LAYERS: g is Gated
-    DeltaNet, s sliding-window attention, a full attention. Layers whose words have the same number
-    share the mixer's weights (s1 ... s1); in capitals they share all of the layer's weights (A1 A2
-    A1 A2: depth recurrence). NORM is repeated in the same way: a shared layer has the norms of its
-    first place, and the last word is also the norm before the head.
-    """
-    words = settings.layer_pattern.split()
-    norms = settings.norm.split()
-    if not words or not all(re.fullmatch("[gsa][0-9]*|[GSA][0-9]+", word) for word in words):
-        raise UserError(
-            f"LAYER_PATTERN={settings.layer_pattern!r}: each word must be g, s or a, maybe with a "
-            "number; capitals need one"
-        )
-    if not norms or set(norms) - set(NORMS):
-        raise UserError(f"NORM={settings.norm!r}: must be one or more of {', '.join(NORMS)}")
-    num_layers = settings.num_layers or len(words)
-    layers = " ".join((words * num_layers)[:num_layers])
-    return layers, " ".join((norms * num_layers)[:num_layers])
-
-
-def asked_shape(settings):
-    """Return the fields of GPTConfig that `settings` ask for: name -> value. Raises UserError.
-
-    A value is taken from `settings`, else from ARCH_PRESETS.
-    """
-    given = {**ARCH_PRESETS[settings.arch_mode], **vars(settings)}
-    given["num_kv_heads"] = settings.num_kv_heads or (settings.num_heads + 1) // 2
-    given["layers"], given["norms"] = layer_words(settings)
-    return {name: given[name] for name in given.keys() & GPTConfig.__dataclass_fields__}
-
-
-def model_config(settings, vocab_size, bos_id, **overrides):
-    """Return the GPTConfig of the network that `settings` ask for, with `overrides` of its fields.
-
-    Raises UserError where the numbers do not fit together.
-    """
-    tokens = dict(vocab_size=vocab_size, bos_id=bos_id)
-    config = GPTConfig(**{**asked_shape(settings), **tokens, **overrides})
-
-    dim = config.model_dim
-    heads = config.num_heads
-    if dim % (2 * heads):
-        raise UserError(f"MODEL_DIM={dim}: must be a multiple of 2 x NUM_HEADS = {2 * heads}")
-    if heads % config.num_kv_heads:
-        raise UserError(
-            f"NUM_HEADS={heads}: must be a multiple of NUM_KV_HEADS = {config.num_kv_heads}"
-        )
-    if config.rope_dims % 2 or config.rope_dims > dim // heads:
-        raise UserError(
-            f"ROPE_DIMS={config.rope_dims}: must be even, at most MODEL_DIM / NUM_HEADS = "
-            f"{dim // heads}"
-        )
-    return config
-
-
 # === shared: optimizer ===
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of s, s^3 and s^5 by Keller Jordan
 NEWTON_SCHULZ_STEPS = 5  # bring singular values above 0.002 to between 0.68 and 1.21
@@ -1394,8 +1404,9 @@ class AdamW8bit(DecoupledOptimizer):
         return update.flatten()[: grad.numel()].view_as(grad)
 
 
-# What OPTIMIZER names, beside Muon. A new one is a line here and a word in the setting's choices; in
-# train_gpt.py it also has rates in OPTIMIZER_PRESETS.
+# What OPTIMIZER names, beside Muon. Each of them trains matrices, embeddings and head. A new one is a
+# line here and a word in the setting's choices; in train_gpt.py it also has rates in
+# OPTIMIZER_PRESETS. One for matrices alone needs a branch in make_optimizers, as Muon has it.
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True),
     "adamw8bit": AdamW8bit,
@@ -1491,6 +1502,90 @@ class OptimizerState:
 
 
 # === end: optimizer ===
+
+
+# --------------------------------------------------------------------------------------- optimizers
+# Learning rates of matrices, embeddings and an untied head, by optimizer. They were the best of a few
+# in 60 to 300 steps of a small network on web text (docs/lab/2026-11.md). Values that are given
+# override them. A wide head needs less: at 256 wide and with tables under AdamW 0.004 was better than
+# 0.008; at 128 wide 0.008 is. torch.optim.Adafactor takes min(rate, 1 / sqrt(step)): its 0.1 counts
+# for the first 100 steps, and in the warmdown only below 1 / sqrt(step).
+OPTIMIZER_PRESETS = {
+    "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03, "head_lr": 0.008},
+    "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004, "head_lr": 0.002},
+    "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01, "head_lr": 0.004},
+    "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4, "head_lr": 0.1},
+    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.02, "head_lr": 0.004},
+}
+MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
+MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
+# Rate of RowRMSprop over TIED_EMBED_LR. At 1 the tables learned a text by heart that is read twice:
+# 0.035 bits per byte more than at 0.3 (docs/lab/2026-11.md, 2026-11-27).
+TABLE_LR_SHARE = 0.3
+# Least share of that rate, in the warm-up and in the warmdown: otherwise a rare row that is read near
+# the end would hardly learn.
+TABLE_LR_FLOOR = 0.6
+
+
+class RowRMSprop(torch.optim.Optimizer):
+    """RMSprop with one mean square for each row, without momentum or decay: for rarely read rows.
+
+    A row that is read once takes a step of 1 / sqrt(1 - beta2) times the rate, and waits for its next
+    reading. AdamW, with moments of each weight, learned less (docs/lab/2026-11.md, 2026-11-27). Of a
+    sparse gradient, which must be coalesced, only the rows that it has are read and written. A rate
+    above 0 is `lr_floor` at least.
+    """
+
+    def __init__(self, groups):
+        super().__init__(groups, dict(lr_floor=0.0))
+
+    @torch.no_grad()
+    def step(self):
+        """Update state and weights."""
+        _, beta2 = ADAM_BETAS
+        for group in self.param_groups:
+            lr = torch.as_tensor(group["lr"])
+            lr = lr.clamp(min=group["lr_floor"]) * (lr > 0)  # in a masked step it stays 0
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["updates"] = param.new_zeros(())
+                    state["mean_square"] = param.new_zeros(len(param), 1)
+                rows = slice(None)
+                grad = param.grad
+                if grad.is_sparse:
+                    rows = grad.indices()[0]
+                    grad = grad.values()
+                norm = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
+                mean_square = state["mean_square"].mul_(beta2)
+                mean_square[rows] += (1 - beta2) / param.size(1) * norm.square()
+                state["updates"] += 1
+                unbiased = mean_square[rows] / (1 - beta2 ** state["updates"])
+                param[rows] -= grad * (lr / (unbiased.sqrt() + ADAM_EPS))
+
+
+def make_optimizers(network, settings, runtime):
+    """Return the optimizers of a network."""
+    params = dict(network.named_parameters())
+    hashed = params.pop("ngram_embed", None)
+    classes = parameters_by_class(params)
+    matrices = dict(params=classes["matrix"], lr=settings.matrix_lr, weight_decay=settings.muon_wd)
+    embeddings = dict(
+        params=classes["embedding"],  # a tied one is the output head, too
+        lr=settings.tied_embed_lr,
+        weight_decay=0.0,
+    )
+    tables = {**embeddings, "params": [] if hashed is None else [hashed]}
+    head = dict(params=classes["head"], lr=settings.head_lr, weight_decay=0.0)
+    # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
+    controls = dict(params=classes["control"], lr=settings.scalar_lr, weight_decay=0.0)
+    adamw = OPTIMIZERS["adamw"]
+    if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
+        muon = Muon([matrices], runtime, network.dtype)
+        tables["lr"] *= TABLE_LR_SHARE
+        tables["lr_floor"] = TABLE_LR_FLOOR * tables["lr"]
+        return [muon, adamw([embeddings, head, controls]), RowRMSprop([tables])]
+    return [OPTIMIZERS[settings.optimizer]([matrices, embeddings, tables, head]), adamw([controls])]
 
 
 # === shared: schedule ===
@@ -2060,7 +2155,7 @@ class RansDecoder:
         self.symbols = owners.astype(np.uint8)
 
     def decode(self, tables, words):
-        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
+        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. May raise any exception if damaged."""
         lanes = len(self.states)
         symbols = np.empty(len(tables), np.uint8)
         for begin in range(0, len(tables), lanes):
@@ -2097,7 +2192,7 @@ def unzip(frame, limit, source):
 
 
 def read_artifact_header(data):
-    """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
+    """Return the header of an artifact and a file at its streams. May raise any exception if it is damaged."""
     require(
         data.startswith(ARTIFACT_MAGIC),
         "is no underpar artifact; a model is a run, a checkpoint or an artifact",
@@ -2115,7 +2210,7 @@ def read_artifact_header(data):
 
 
 def read_streams(data):
-    """Return header and arrays (name -> flat) of an artifact. Any error if it is damaged."""
+    """Return header and arrays (name -> flat) of an artifact. May raise any exception if it is damaged."""
     header, file = read_artifact_header(data)
     numbers = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)  # that the streams may still have
     arrays = {}
@@ -2136,7 +2231,7 @@ def read_streams(data):
 
 
 def decode_artifact(data):
-    """Return what read_artifact does, of the bytes of an artifact. Any error if it is damaged."""
+    """Return what read_artifact does, of the bytes of an artifact. May raise any exception if it is damaged."""
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
@@ -2405,7 +2500,7 @@ MAX_LAYERS = 1024  # bounds the time that a forged file can take
 def checked_config(shape):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    Any error if a field is unknown or has a wrong value.
+    May raise any exception if a field is unknown or has a wrong value.
     """
     kinds = {one.name: one.type for one in fields(GPTConfig)} | {"rope_scaling": [float]}
     require(
@@ -2785,8 +2880,9 @@ def split_windows(stream, share, settings):
     A data filter goes below, over `train`. The inputs of window `number` are
     stream.read(number * seq_len, seq_len). A choice by them and by settings alone is the same on
     every rank, and in a resumed run if `identity` in main has these settings; a number written here
-    is not compared. It takes a call for each window at every start. Raise UserError if it leaves no
-    window of a folder.
+    is not compared. The order of all windows depends on how many are left, so a filter changes every
+    batch, not only those that had what it drops. It takes a call for each window at every start.
+    Raise UserError if it leaves no window of a folder.
     """
     seq_len = settings.train_seq_len
     windows = shuffle(len(stream) // seq_len, 0)
@@ -3152,9 +3248,10 @@ OTHER_NAMES = {
     **dict.fromkeys(ABSENT_FEATURES, 0),
 }
 
-# What does in another program what these constants leave out.
+# Other programs that do what these scripts leave out, or what the name means elsewhere.
 OTHER_PROGRAMS = {
     "GPTQ_CALIBRATION_BATCHES": "; python quantize.py pack RUN OUT --gptq DATA does it",
+    "WARMUP_STEPS": ", which are untimed; the rate rises in the share WARMUP_FRAC of the run",
     "TTT_LORA_RANK": "; python tools/adapt.py RUN scores a finished run with test-time training",
 }
 
@@ -3173,8 +3270,8 @@ HARMLESS_NAMES = (
     "VAL_BATCH_SIZE",
 )
 
-# The settings of all scripts that the table above does not name: one that is meant for another
-# script is an error there. Those of this script are known without it.
+# The settings of all scripts that the table above does not name: a setting that is meant for another
+# script is an error. The settings of this script are known without the table.
 OUR_SETTINGS = {
     "ARCH_MODE",
     "ARTIFACT",
@@ -3815,7 +3912,7 @@ class Stored:
     sha256: str | None  # of the tokenizer; None: not known
 
     def read_tensors(self):
-        """Return the weights by name. Any error if they are damaged."""
+        """Return the weights by name. May raise any exception if they are damaged."""
         if self.file.is_file():
             _, tensors, _ = read_artifact(self.file)
         else:
@@ -3870,8 +3967,8 @@ def read_stored(name, path):
 def find_start(path, name="INIT_FROM"):
     """Return the Stored of a path; of a run that of its folder `final`, the unrounded weights.
 
-    Settings have defaults by INIT_FROM's before its weights are read. name: the setting that a
-    UserError blames.
+    The network decides defaults of settings, long before its weights are read. name: the setting that
+    a UserError blames.
     """
     final = Path(path) / "final"
     return read_stored(name, str(final) if path and final.is_dir() else path)
@@ -4199,6 +4296,7 @@ class Log:
         self.metrics_file = None
         self.tracker = None
         self.last_line = time.monotonic()
+        self.last_step_line = self.last_line
 
     def open(self, folder, source, tracker):
         """Begin to write in a run's folder. log.txt has the script first. Raises OSError.
@@ -4247,7 +4345,7 @@ class Log:
         """Write the metrics (name -> number) of a step to metrics.jsonl, tracker and log.
 
         seconds_left: of the run, if the step was trained. Then log.txt has it if it is one of the
-        first five or the last, or nothing was written for LOG_SECONDS; on a terminal the others
+        first five or the last, or log.txt got no step for LOG_SECONDS; on a terminal the others
         overwrite one line. A number that is not finite is null in metrics.jsonl: JSON has none.
         """
         if self.file is None:
@@ -4260,8 +4358,12 @@ class Log:
             line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
         self.metrics_file.write(json.dumps(row))
         self.track(metrics, step)
-        if seconds_left is None or step <= 5 or step == self.iterations or self.is_due():
+        # Other lines do not count: those of samples would keep all steps out of the log of a slow run.
+        now = time.monotonic()
+        is_due = now - self.last_step_line >= LOG_SECONDS
+        if seconds_left is None or step <= 5 or step == self.iterations or is_due:
             self(line)
+            self.last_step_line = now
         elif sys.stdout.isatty():
             self.show(f"{seconds_left:.0f} s left {line}")
 
@@ -4882,90 +4984,6 @@ def compile_model(network, settings):
         return network
     mode = "default" if settings.compile is True else settings.compile
     return torch.compile(network, dynamic=False, fullgraph=True, mode=mode)
-
-
-# --------------------------------------------------------------------------------------- optimizers
-# Learning rates of matrices, embeddings and an untied head, by optimizer. They were the best of a few
-# in 60 to 300 steps of a small network on web text (docs/lab/2026-11.md). Values that are given
-# override them. A wide head needs less: at 256 wide and with tables under AdamW 0.004 was better than
-# 0.008; at 128 wide 0.008 is. torch.optim.Adafactor takes min(rate, 1 / sqrt(step)): its 0.1 counts
-# for the first 100 steps, and in the warmdown only below 1 / sqrt(step).
-OPTIMIZER_PRESETS = {
-    "muon": {"matrix_lr": 0.02, "tied_embed_lr": 0.03, "head_lr": 0.008},
-    "lion": {"matrix_lr": 0.001, "tied_embed_lr": 0.004, "head_lr": 0.002},
-    "adamw": {"matrix_lr": 0.003, "tied_embed_lr": 0.01, "head_lr": 0.004},
-    "adafactor": {"matrix_lr": 0.1, "tied_embed_lr": 0.4, "head_lr": 0.1},
-    "adamw8bit": {"matrix_lr": 0.003, "tied_embed_lr": 0.02, "head_lr": 0.004},
-}
-MUON_MOMENTUM_START = 0.85  # early gradients change quickly, and a long memory of them misleads
-MUON_WARMUP_FRAC = 0.05  # share of the run until it is MUON_MOMENTUM
-# Rate of RowRMSprop over TIED_EMBED_LR. At 1 the tables learned a text by heart that is read twice:
-# 0.035 bits per byte more than at 0.3 (docs/lab/2026-11.md, 2026-11-27).
-TABLE_LR_SHARE = 0.3
-# Least share of that rate, in the warm-up and in the warmdown: otherwise a rare row that is read near
-# the end would hardly learn.
-TABLE_LR_FLOOR = 0.6
-
-
-class RowRMSprop(torch.optim.Optimizer):
-    """RMSprop with one mean square for each row, without momentum or decay: for rarely read rows.
-
-    A row that is read once takes a step of 1 / sqrt(1 - beta2) times the rate, and waits for its next
-    reading. AdamW, with moments of each weight, learned less (docs/lab/2026-11.md, 2026-11-27). Of a
-    sparse gradient, which must be coalesced, only the rows that it has are read and written. A rate
-    above 0 is `lr_floor` at least.
-    """
-
-    def __init__(self, groups):
-        super().__init__(groups, dict(lr_floor=0.0))
-
-    @torch.no_grad()
-    def step(self):
-        """Update state and weights."""
-        _, beta2 = ADAM_BETAS
-        for group in self.param_groups:
-            lr = torch.as_tensor(group["lr"])
-            lr = lr.clamp(min=group["lr_floor"]) * (lr > 0)  # in a masked step it stays 0
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state["updates"] = param.new_zeros(())
-                    state["mean_square"] = param.new_zeros(len(param), 1)
-                rows = slice(None)
-                grad = param.grad
-                if grad.is_sparse:
-                    rows = grad.indices()[0]
-                    grad = grad.values()
-                norm = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
-                mean_square = state["mean_square"].mul_(beta2)
-                mean_square[rows] += (1 - beta2) / param.size(1) * norm.square()
-                state["updates"] += 1
-                unbiased = mean_square[rows] / (1 - beta2 ** state["updates"])
-                param[rows] -= grad * (lr / (unbiased.sqrt() + ADAM_EPS))
-
-
-def make_optimizers(network, settings, runtime):
-    """Return the optimizers of a network."""
-    params = dict(network.named_parameters())
-    hashed = params.pop("ngram_embed", None)
-    classes = parameters_by_class(params)
-    matrices = dict(params=classes["matrix"], lr=settings.matrix_lr, weight_decay=settings.muon_wd)
-    embeddings = dict(
-        params=classes["embedding"],  # a tied one is the output head, too
-        lr=settings.tied_embed_lr,
-        weight_decay=0.0,
-    )
-    tables = {**embeddings, "params": [] if hashed is None else [hashed]}
-    head = dict(params=classes["head"], lr=settings.head_lr, weight_decay=0.0)
-    # Gains, mixes, and GDN's decay and step size: AdamW trains them under every OPTIMIZER.
-    controls = dict(params=classes["control"], lr=settings.scalar_lr, weight_decay=0.0)
-    adamw = OPTIMIZERS["adamw"]
-    if settings.optimizer == "muon":  # orthogonalizes matrices, and nothing else
-        muon = Muon([matrices], runtime, network.dtype)
-        tables["lr"] *= TABLE_LR_SHARE
-        tables["lr_floor"] = TABLE_LR_FLOOR * tables["lr"]
-        return [muon, adamw([embeddings, head, controls]), RowRMSprop([tables])]
-    return [OPTIMIZERS[settings.optimizer]([matrices, embeddings, tables, head]), adamw([controls])]
 
 
 # ------------------------------------------------------------------------------------ training step

@@ -143,7 +143,7 @@ class Settings:
     replay: Paths = ""
     seed: int = bounded(1337, 0, 2**31 - 1)  # decides every random draw
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a device
-    # of activations; auto: bfloat16 on CUDA, and in train_gpt.py on a CPU that is fast at it
+    # dtype of activations; auto: bfloat16 on a GPU that is fast at it, in train_gpt.py also on a CPU
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     # torch.compile, or a mode of it; on a CPU it needs a C++ compiler
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
