@@ -231,7 +231,7 @@ def split_chunks(x, chunk):
 
 
 def refuse_second_derivative(grad):
-    """Raise NotImplementedError if a gradient is to have a gradient; a hook of a tensor."""
+    """Raise NotImplementedError if a second derivative is asked for. It is a hook of a tensor."""
     if torch.is_grad_enabled():  # inside backward: whether it was called with create_graph
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
@@ -392,9 +392,9 @@ def register(name, form, shapes, backward=None, keep=None):
     """Return a form as an operator, which torch.compile calls and does not trace.
 
     The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    empty outputs, from which the compiler learns their shapes. The first script imported into a
+    process registers it for all: a second registration would free the first, and a handle to it
+    would crash.
     """
     if not hasattr(torch.ops.underpar, name):
         registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
@@ -612,7 +612,8 @@ class MLP(nn.Module):
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
-        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
+        # Zeros: the MLP adds nothing in the first step. A change of it shows from the second on, or from
+        # the third, where the head begins at zero, too (TIE_EMBEDDINGS=0).
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def forward(self, x):
@@ -647,8 +648,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share
-    blocks, mixers or both.
+    """All of a layer but its mixer: norms, MLP, and learned scales.
+
+    Layers may share blocks, mixers or both.
 
     `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
@@ -935,7 +937,7 @@ class RansDecoder:
         self.symbols = owners.astype(np.uint8)
 
     def decode(self, tables, words):
-        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
+        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. May raise any exception if damaged."""
         lanes = len(self.states)
         symbols = np.empty(len(tables), np.uint8)
         for begin in range(0, len(tables), lanes):
@@ -972,7 +974,7 @@ def unzip(frame, limit, source):
 
 
 def read_artifact_header(data):
-    """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
+    """Return the header of an artifact and a file at its streams. May raise any exception if it is damaged."""
     require(
         data.startswith(ARTIFACT_MAGIC),
         "is no underpar artifact; a model is a run, a checkpoint or an artifact",
@@ -990,7 +992,7 @@ def read_artifact_header(data):
 
 
 def read_streams(data):
-    """Return header and arrays (name -> flat) of an artifact. Any error if it is damaged."""
+    """Return header and arrays (name -> flat) of an artifact. May raise any exception if it is damaged."""
     header, file = read_artifact_header(data)
     numbers = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)  # that the streams may still have
     arrays = {}
@@ -1011,7 +1013,7 @@ def read_streams(data):
 
 
 def decode_artifact(data):
-    """Return what read_artifact does, of the bytes of an artifact. Any error if it is damaged."""
+    """Return what read_artifact does, of the bytes of an artifact. May raise any exception if it is damaged."""
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
@@ -1078,7 +1080,7 @@ MAX_LAYERS = 1024  # bounds the time that a forged file can take
 def checked_config(shape):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    Any error if a field is unknown or has a wrong value.
+    May raise any exception if a field is unknown or has a wrong value.
     """
     kinds = {one.name: one.type for one in fields(GPTConfig)} | {"rope_scaling": [float]}
     require(

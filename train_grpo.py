@@ -396,7 +396,7 @@ def split_chunks(x, chunk):
 
 
 def refuse_second_derivative(grad):
-    """Raise NotImplementedError if a gradient is to have a gradient; a hook of a tensor."""
+    """Raise NotImplementedError if a second derivative is asked for. It is a hook of a tensor."""
     if torch.is_grad_enabled():  # inside backward: whether it was called with create_graph
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
@@ -557,9 +557,9 @@ def register(name, form, shapes, backward=None, keep=None):
     """Return a form as an operator, which torch.compile calls and does not trace.
 
     The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    empty outputs, from which the compiler learns their shapes. The first script imported into a
+    process registers it for all: a second registration would free the first, and a handle to it
+    would crash.
     """
     if not hasattr(torch.ops.underpar, name):
         registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
@@ -777,7 +777,8 @@ class MLP(nn.Module):
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
-        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
+        # Zeros: the MLP adds nothing in the first step. A change of it shows from the second on, or from
+        # the third, where the head begins at zero, too (TIE_EMBEDDINGS=0).
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def forward(self, x):
@@ -812,8 +813,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share
-    blocks, mixers or both.
+    """All of a layer but its mixer: norms, MLP, and learned scales.
+
+    Layers may share blocks, mixers or both.
 
     `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
@@ -1342,8 +1344,9 @@ class AdamW8bit(DecoupledOptimizer):
         return update.flatten()[: grad.numel()].view_as(grad)
 
 
-# What OPTIMIZER names, beside Muon. A new one is a line here and a word in the setting's choices; in
-# train_gpt.py it also has rates in OPTIMIZER_PRESETS.
+# What OPTIMIZER names, beside Muon. Each of them trains matrices, embeddings and head. A new one is a
+# line here and a word in the setting's choices; in train_gpt.py it also has rates in
+# OPTIMIZER_PRESETS. One for matrices alone needs a branch in make_optimizers, as Muon has it.
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True),
     "adamw8bit": AdamW8bit,
@@ -2008,7 +2011,7 @@ class RansDecoder:
         self.symbols = owners.astype(np.uint8)
 
     def decode(self, tables, words):
-        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. Any error if damaged."""
+        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. May raise any exception if damaged."""
         lanes = len(self.states)
         symbols = np.empty(len(tables), np.uint8)
         for begin in range(0, len(tables), lanes):
@@ -2045,7 +2048,7 @@ def unzip(frame, limit, source):
 
 
 def read_artifact_header(data):
-    """Return the header of an artifact and a file at its streams. Any error if it is damaged."""
+    """Return the header of an artifact and a file at its streams. May raise any exception if it is damaged."""
     require(
         data.startswith(ARTIFACT_MAGIC),
         "is no underpar artifact; a model is a run, a checkpoint or an artifact",
@@ -2063,7 +2066,7 @@ def read_artifact_header(data):
 
 
 def read_streams(data):
-    """Return header and arrays (name -> flat) of an artifact. Any error if it is damaged."""
+    """Return header and arrays (name -> flat) of an artifact. May raise any exception if it is damaged."""
     header, file = read_artifact_header(data)
     numbers = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)  # that the streams may still have
     arrays = {}
@@ -2084,7 +2087,7 @@ def read_streams(data):
 
 
 def decode_artifact(data):
-    """Return what read_artifact does, of the bytes of an artifact. Any error if it is damaged."""
+    """Return what read_artifact does, of the bytes of an artifact. May raise any exception if it is damaged."""
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
@@ -2296,7 +2299,7 @@ MAX_LAYERS = 1024  # bounds the time that a forged file can take
 def checked_config(shape):
     """Return the GPTConfig of a stored shape; fields that an older model lacks have their defaults.
 
-    Any error if a field is unknown or has a wrong value.
+    May raise any exception if a field is unknown or has a wrong value.
     """
     kinds = {one.name: one.type for one in fields(GPTConfig)} | {"rope_scaling": [float]}
     require(
@@ -2613,9 +2616,10 @@ OTHER_NAMES = {
     **dict.fromkeys(ABSENT_FEATURES, 0),
 }
 
-# What does in another program what these constants leave out.
+# Other programs that do what these scripts leave out, or what the name means elsewhere.
 OTHER_PROGRAMS = {
     "GPTQ_CALIBRATION_BATCHES": "; python quantize.py pack RUN OUT --gptq DATA does it",
+    "WARMUP_STEPS": ", which are untimed; the rate rises in the share WARMUP_FRAC of the run",
     "TTT_LORA_RANK": "; python tools/adapt.py RUN scores a finished run with test-time training",
 }
 
@@ -2634,8 +2638,8 @@ HARMLESS_NAMES = (
     "VAL_BATCH_SIZE",
 )
 
-# The settings of all scripts that the table above does not name: one that is meant for another
-# script is an error there. Those of this script are known without it.
+# The settings of all scripts that the table above does not name: a setting that is meant for another
+# script is an error. The settings of this script are known without the table.
 OUR_SETTINGS = {
     "ARCH_MODE",
     "ARTIFACT",
@@ -3276,7 +3280,7 @@ class Stored:
     sha256: str | None  # of the tokenizer; None: not known
 
     def read_tensors(self):
-        """Return the weights by name. Any error if they are damaged."""
+        """Return the weights by name. May raise any exception if they are damaged."""
         if self.file.is_file():
             _, tensors, _ = read_artifact(self.file)
         else:
@@ -3382,8 +3386,8 @@ def add_value_head(network):
 def find_start(path, name="INIT_FROM"):
     """Return the Stored of a path; of a run that of its folder `final`, the unrounded weights.
 
-    Settings have defaults by INIT_FROM's before its weights are read. name: the setting that a
-    UserError blames.
+    The network decides defaults of settings, long before its weights are read. name: the setting that
+    a UserError blames.
     """
     final = Path(path) / "final"
     return read_stored(name, str(final) if path and final.is_dir() else path)
@@ -3711,6 +3715,7 @@ class Log:
         self.metrics_file = None
         self.tracker = None
         self.last_line = time.monotonic()
+        self.last_step_line = self.last_line
 
     def open(self, folder, source, tracker):
         """Begin to write in a run's folder. log.txt has the script first. Raises OSError.
@@ -3759,7 +3764,7 @@ class Log:
         """Write the metrics (name -> number) of a step to metrics.jsonl, tracker and log.
 
         seconds_left: of the run, if the step was trained. Then log.txt has it if it is one of the
-        first five or the last, or nothing was written for LOG_SECONDS; on a terminal the others
+        first five or the last, or log.txt got no step for LOG_SECONDS; on a terminal the others
         overwrite one line. A number that is not finite is null in metrics.jsonl: JSON has none.
         """
         if self.file is None:
@@ -3772,8 +3777,12 @@ class Log:
             line += f" {name}:{METRIC_FORMATS.get(name, '{:.6g}').format(value)}"
         self.metrics_file.write(json.dumps(row))
         self.track(metrics, step)
-        if seconds_left is None or step <= 5 or step == self.iterations or self.is_due():
+        # Other lines do not count: those of samples would keep all steps out of the log of a slow run.
+        now = time.monotonic()
+        is_due = now - self.last_step_line >= LOG_SECONDS
+        if seconds_left is None or step <= 5 or step == self.iterations or is_due:
             self(line)
+            self.last_step_line = now
         elif sys.stdout.isatty():
             self.show(f"{seconds_left:.0f} s left {line}")
 

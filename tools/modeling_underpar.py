@@ -167,7 +167,7 @@ def split_chunks(x, chunk):
 
 
 def refuse_second_derivative(grad):
-    """Raise NotImplementedError if a gradient is to have a gradient; a hook of a tensor."""
+    """Raise NotImplementedError if a second derivative is asked for. It is a hook of a tensor."""
     if torch.is_grad_enabled():  # inside backward: whether it was called with create_graph
         raise NotImplementedError("Gated DeltaNet over chunks has no second derivative")
 
@@ -328,9 +328,9 @@ def register(name, form, shapes, backward=None, keep=None):
     """Return a form as an operator, which torch.compile calls and does not trace.
 
     The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
-    empty outputs, from which the compiler learns their shapes. The first script
-    imported into a process registers it for all: a second registration would free the first, and a
-    handle to it would crash.
+    empty outputs, from which the compiler learns their shapes. The first script imported into a
+    process registers it for all: a second registration would free the first, and a handle to it
+    would crash.
     """
     if not hasattr(torch.ops.underpar, name):
         registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
@@ -548,7 +548,8 @@ class MLP(nn.Module):
             self.w_gate = matrix((hidden,), hidden)
             self.w_mix = matrix((hidden,), hidden)
             self.mix_wave = init_wave(hidden)
-        # Zeros: the MLP adds nothing in the first step, and a change of it shows from the second on.
+        # Zeros: the MLP adds nothing in the first step. A change of it shows from the second on, or from
+        # the third, where the head begins at zero, too (TIE_EMBEDDINGS=0).
         self.w_down = nn.Parameter(torch.zeros(dim, hidden))
 
     def forward(self, x):
@@ -583,8 +584,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """All of a layer but its mixer: norms, MLP, and learned scales. Layers may share
-    blocks, mixers or both.
+    """All of a layer but its mixer: norms, MLP, and learned scales.
+
+    Layers may share blocks, mixers or both.
 
     `mix` (2, dim) weighs the stream and the embedding, whose sum is what the layer works on.
     """
