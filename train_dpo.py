@@ -174,7 +174,7 @@ class Settings:
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where metrics go, beside the log
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     # optimizer
-    # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
+    # muon updates the matrices alone, the others embeddings and head, too; AdamW updates the rest
     optimizer: Literal["muon", "lion", "adamw", "adafactor", "adamw8bit"] = "adamw"
     learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars

@@ -3126,7 +3126,7 @@ class Scorer:
         # Empty rows fill the last forward: windows have one shape, for one compiled graph.
         padded = np.pad(spans, ((0, -len(spans) % rows), (0, 0)))
         for at in range(0, len(padded), rows):
-            if self.log and self.log.is_due():
+            if self.log and time.monotonic() - self.log.last_line >= LOG_SECONDS:
                 self.log(f"scored {at:,} of {len(spans):,} windows")
             begin, first, end = np.hsplit(padded[at : at + rows], 3)  # (rows, 1) each
             positions = begin + np.arange(length or (end - begin).max())
@@ -4336,10 +4336,6 @@ class Log:
         except Exception as error:
             self.tracker = None
             self(f"warning: TRACKER gets nothing from step {step} on: {error!r:.300}", sys.stderr)
-
-    def is_due(self):
-        """Return whether nothing was written for LOG_SECONDS."""
-        return time.monotonic() - self.last_line >= LOG_SECONDS
 
     def metrics(self, step, metrics, seconds_left=None):
         """Write the metrics (name -> number) of a step to metrics.jsonl, tracker and log.

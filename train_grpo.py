@@ -211,7 +211,7 @@ class Settings:
     val_loss_every: int = 0  # steps between validations, outside the clock; 0: only at the end
     samples_every: int = 10  # steps between answers in samples.jsonl; 0: those of scores alone
     # optimizer
-    # of the matrices; all but muon update embeddings and head, too; the rest is AdamW's
+    # muon updates the matrices alone, the others embeddings and head, too; AdamW updates the rest
     optimizer: Literal["muon", "lion", "adamw", "adafactor", "adamw8bit"] = "adamw"
     learning_rate: float = 0.0003  # of all weights
     weight_decay: float = 0.0  # decoupled, of all but scalars

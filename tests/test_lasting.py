@@ -295,6 +295,21 @@ def test_a_log_has_the_source_the_first_five_steps_and_the_last(tmp_path):
     T.ERROR_LOGS.clear()
 
 
+def test_other_lines_keep_no_step_out_of_a_slow_log(tmp_path, monkeypatch):
+    """Steps of 6 s, with a line of another kind behind each: every second step is written."""
+    now = 0.0
+    monkeypatch.setattr(T.time, "monotonic", lambda: now)
+    log = T.Log(0)
+    log.open(tmp_path, b"", None)
+    for step in range(1, 12):
+        log.metrics(step, {"reward": 0.5}, 1.0)
+        log("sampling: 1 of 8 answers")
+        now += 6
+    text = (tmp_path / "log.txt").read_text()
+    assert re.findall(r"^step:(\d+)", text, re.M) == "1 2 3 4 5 7 9 11".split()
+    T.ERROR_LOGS.clear()
+
+
 @pytest.mark.parametrize("nats, is_lost", [(0.04, False), (0.06, True), (math.nan, True)])
 def test_a_packing_that_lost_much_is_an_event(tmp_path, nats, is_lost):
     found = []
