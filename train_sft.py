@@ -3718,10 +3718,6 @@ class Log:
             self.tracker = None
             self(f"warning: TRACKER gets nothing from step {step} on: {error!r:.300}", sys.stderr)
 
-    def is_due(self):
-        """Return whether nothing was written for LOG_SECONDS."""
-        return time.monotonic() - self.last_line >= LOG_SECONDS
-
     def metrics(self, step, metrics, seconds_left=None):
         """Write the metrics (name -> number) of a step to metrics.jsonl, tracker and log.
 
