@@ -19,16 +19,15 @@ Sections between `# === shared:` fences are in other scripts too, byte for byte:
 
 Where to change what:
     another loss, a term of it            GPT.forward
-    another layer, or a new one           GatedDeltaNet, Attention, MLP, Block; its word in
-                                          LAYER_PATTERN: make_mixer, layer_words
+    another layer, or a new one           GatedDeltaNet, Attention, MLP, Block, make_mixer, layer_words
     a new weight                          tensor_class; its name decides, see below
-    another norm of the layers            Norm, NORMS; of queries, keys and GDN's outputs: rms_norm
+    another norm                          Norm, NORMS; of queries, keys and GDN's outputs: rms_norm
     another position                      rotation, rotate
     another optimizer, other rates        OPTIMIZERS, make_optimizers, OPTIMIZER_PRESETS
     another schedule, another phase       Plan.rates, PHASE_STARTS
     which windows train, in which order   split_windows, Batches.read_rows
     what a step logs                      main; the dict `metrics`
-    a value of the network in the log     forward_backward returns it, `extra` in main sums it over ranks
+    a value of the network in the log     forward_backward; it travels in `extra` in main
     what validation measures              Scorer, score_artifact
     how weights are rounded and packed    quantize, fit_artifact
     a new setting of the model            Settings, GPTConfig; a field of one name in both, layers read it
