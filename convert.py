@@ -1595,7 +1595,7 @@ def read_weights(path, average=""):
         weights = Weights(folder, tensors, header["settings"], header, coded)
     else:
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
-    check_network(weights)
+    known_network(weights)  # or an error
     return weights
 
 
@@ -1613,22 +1613,20 @@ def network_tensors(weights):
     return {name: w for name, w in weights.tensors.items() if name != "w_value"}
 
 
-def check_network(weights):
-    """Raise UserError if this script does not know the network, or if a weight is not finite."""
-    with one_line(weights.path):
-        fill_network(empty_network(checked_config(weights.shape)), network_tensors(weights))
-        check_weights(weights.tensors)
+def known_network(source):
+    """Return the network of a MODEL. Raises ArtifactError if this script does not know it, or if a
+    weight is not finite."""
+    with one_line(source.path):
+        check_weights(source.tensors)
+        return fill_network(empty_network(checked_config(source.shape)), network_tensors(source))
 
 
 def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
-    network = empty_network(GPTConfig(**source.shape))
-    with one_line(f"{source.path}: its settings rebuild no model"):
-        network.load_state_dict(network_tensors(source), assign=True)
-        with torch.no_grad():
-            logits = network(torch.tensor([[0]]))
-        require(logits.isfinite().all(), "its logits are not finite")
-        return network
+    network = known_network(source)
+    with one_line(f"{source.path}: its settings rebuild no model"), torch.no_grad():
+        require(network(torch.tensor([[0]])).isfinite().all(), "its logits are not finite")
+    return network
 
 
 def given_tokenizer():

@@ -25,7 +25,7 @@ Where to change what:
     how scales of a delta are trained     distill
     what `info` and `compare` print       info, measure_tensor, distances
     what `verify` refuses                 compare_packed, check_codes
-    how a MODEL is read and checked       read_weights, read_checkpoint, check_network
+    how a MODEL is read and checked       read_weights, read_checkpoint, known_network
     which text it reads                   read_text, training_batch, validation_bpb
     a new command, a new option           make_parser, add_command
 """
@@ -2266,7 +2266,7 @@ def read_weights(path, average=""):
         weights = Weights(folder, tensors, header["settings"], header, coded)
     else:
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
-    check_network(weights)
+    known_network(weights)  # or an error
     return weights
 
 
@@ -2284,22 +2284,20 @@ def network_tensors(weights):
     return {name: w for name, w in weights.tensors.items() if name != "w_value"}
 
 
-def check_network(weights):
-    """Raise UserError if this script does not know the network, or if a weight is not finite."""
-    with one_line(weights.path):
-        fill_network(empty_network(checked_config(weights.shape)), network_tensors(weights))
-        check_weights(weights.tensors)
+def known_network(source):
+    """Return the network of a MODEL. Raises ArtifactError if this script does not know it, or if a
+    weight is not finite."""
+    with one_line(source.path):
+        check_weights(source.tensors)
+        return fill_network(empty_network(checked_config(source.shape)), network_tensors(source))
 
 
 def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
-    network = empty_network(GPTConfig(**source.shape))
-    with one_line(f"{source.path}: its settings rebuild no model"):
-        network.load_state_dict(network_tensors(source), assign=True)
-        with torch.no_grad():
-            logits = network(torch.tensor([[0]]))
-        require(logits.isfinite().all(), "its logits are not finite")
-        return network
+    network = known_network(source)
+    with one_line(f"{source.path}: its settings rebuild no model"), torch.no_grad():
+        require(network(torch.tensor([[0]])).isfinite().all(), "its logits are not finite")
+    return network
 
 
 def given_tokenizer():
@@ -2507,15 +2505,14 @@ def training_batch(train, seq_len, step):
 def validation_bpb(network, seq_len, val, val_bytes):
     """Return bits per byte of all tokens of validation but the first, in windows side by side."""
     tokens = torch.from_numpy(val.read(0, len(val)))
-    whole = (len(tokens) - 1) // seq_len * seq_len  # tokens in full windows; the rest is shorter
-    rows = max(1, MICRO_BATCH_TOKENS // seq_len)
-    ids = [*tokens[:whole].view(-1, seq_len).split(rows), tokens[None, whole:-1]]
-    targets = [*tokens[1 : whole + 1].view(-1, seq_len).split(rows), tokens[None, whole + 1 :]]
+    device = network.embed.device
+    size = seq_len * max(1, MICRO_BATCH_TOKENS // seq_len)
     nats = 0.0
-    for inputs, nexts in zip(ids, targets, strict=True):
-        if inputs.numel():
-            device = network.embed.device
-            nats += network(inputs.to(device), nexts.to(device)).double().sum().item()
+    for inputs, targets in zip(tokens[:-1].split(size), tokens[1:].split(size), strict=True):
+        padding = (0, -len(inputs) % seq_len)  # of the last window; it has no nats
+        ids = F.pad(inputs, padding).view(-1, seq_len).to(device)
+        nexts = F.pad(targets, padding, value=-1).view(-1, seq_len).to(device)
+        nats += network(ids, nexts).double().sum().item()
     return nats / math.log(2) / val_bytes
 
 
@@ -2595,12 +2592,6 @@ def improve_codes(coded, source, data_path):
             require(tensor_class(name, source.tensors[name]) != "matrix", f"no input of {name}")
 
 
-def as_kept(name, w):
-    """Return a tensor that is no matrix as a delta gives it back."""
-    stored = w.numpy().astype(delta_dtype(name))
-    return torch.from_numpy(stored.astype("f4"))
-
-
 def distill(base, tuned, args):
     """Return scales that bring the logits of base + delta near to the tuned model's.
 
@@ -2611,15 +2602,14 @@ def distill(base, tuned, args):
     device = choose_device(given_device())
     seq_len = tuned.shape["train_seq_len"]
     teacher = rebuild(tuned).requires_grad_(False).to(device)
-    held = {}  # the base's matrices, and all else of the tuned model
+    held = {name: w.to(device) for name, w in tuned.tensors.items()}  # but the base's matrices
     signs = {}
     scales = {}
     groups = []
-    for name, w in tuned.tensors.items():
-        held[name] = as_kept(name, w).to(device)
+    for name, w in base.tensors.items():
         if tensor_class(name, w) == "matrix":
-            held[name] = base.tensors[name].float().to(device)
-            delta = (w.to(device) - held[name]).flatten()
+            delta = (held[name] - w.to(device)).flatten()
+            held[name] = w.to(device)
             signs[name], scale = quantize_delta(delta, group_size(w, args.group), 1)
             scales[name] = scale.requires_grad_()
             # In units of a matrix's mean scale, one rate suits large and small deltas.
@@ -2627,8 +2617,8 @@ def distill(base, tuned, args):
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.distill_steps)
 
-    def batch_loss(step, is_training):
-        """Return the mean of a batch; with `is_training`, add its gradients."""
+    def batch_loss(step):
+        """Return the loss of a batch, and add its gradients."""
         total = 0.0
         for ids in training_batch(train, seq_len, step):
             ids = ids.to(device)
@@ -2637,18 +2627,18 @@ def distill(base, tuned, args):
                 weights[name] = add_delta(held[name], signs[name], scale, args.group)
             logits = torch.func.functional_call(teacher, weights, (ids,))
             loss = (logits - teacher(ids)).square().mean() * (len(ids) / BATCH_WINDOWS)
-            if is_training:
-                loss.backward()
+            loss.backward()
             total += loss.item()
         return total
 
-    before = batch_loss(0, is_training=False)
+    losses = []
     for step in range(args.distill_steps):
         optimizer.zero_grad()
-        batch_loss(step, is_training=True)
+        losses.append(batch_loss(step))
         optimizer.step()
         schedule.step()
-    after = batch_loss(0, is_training=False)
+    before = losses[0]
+    after = batch_loss(0)
     print(
         f"distillation: {args.distill_steps} steps, mean squared error of logits on the first "
         f"batch {before:.6g} before, {after:.6g} after"
