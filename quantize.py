@@ -1132,8 +1132,9 @@ def read_artifact(path):
 
 
 # === shared: packing ===
-# These stay float32: they pass through exp and softplus into a decay that every token applies.
-FLOAT32_CONTROLS = ("A_log", "dt_bias")
+# These stay float32: they pass through exp and softplus into a decay that every token applies. So do
+# the scales of a delta that has 32 bits for them.
+FLOAT32_CONTROLS = ("A_log", "dt_bias", "scales32")
 # Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
 ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
 
@@ -1277,17 +1278,11 @@ def pack_artifact(tensors, coded, **header):
 
 
 # === shared: deltas ===
-# A delta file holds what makes a base model into a tuned one. It is little endian: magic, version
-# u32, length u32 of the header, and the header (JSON in a zstd frame). For the method "deltaquant"
-# the states u32 of the rANS lanes follow. Then come the tensors, in the order of the base: codes
-# and scales of a matrix, the floats of any other tensor. The SHA-256 of all before it is the end.
-#
-# The codes of "bitdelta" are signs, 8 in a byte. Those of "deltaquant" are: the frequencies u16 of
-# all codes from the lowest on, the number of words u32, and the rANS words u16. All else that a
-# reader needs is in the header's "settings" and in the base, whose SHA-256 is there.
-DELTA_PREFIX = struct.Struct("<8sII")
-DELTA_MAGIC = b"UPARDELT"
-DELTA_VERSION = 1
+# A delta file holds what makes a base model into a tuned one: DELTA_MAGIC, and then an artifact. Its
+# codes are those of the matrices, in units of the scale of their group. A matrix NAME has its scales
+# as the tensor NAME.scales16 or NAME.scales32, named by their bits, and all other tensors are the
+# tuned model's. What else a reader needs is in the header's settings, see pack_delta.
+DELTA_MAGIC = b"UPARDEL2"
 
 
 def group_size(w, group):
@@ -1396,144 +1391,56 @@ def hash_weights(tensors):
     return digest.hexdigest()
 
 
-def delta_dtype(name):
-    """Return how a delta stores a tensor that is no matrix, as artifacts do."""
-    return "<f4" if name.endswith(FLOAT32_CONTROLS) else "<f2"
-
-
-def delta_states(weights):
-    """Return the states of rANS lanes at the end: a power of two from 8 to 1,024 of them."""
-    lanes = min(1024, max(8, 1 << (weights // 8192).bit_length() >> 1))
-    return np.full(lanes if weights else 0, RANS_LOW, np.uint32)
-
-
-def pack_floats(name, values, dtype):
-    """Return the bytes of a tensor as `dtype`. Raises ArtifactError if a value is too large."""
-    with np.errstate(over="ignore"):
-        stored = values.detach().float().numpy().astype(dtype)
-    require(np.isfinite(stored).all(), f"tensor {name!r}: too large for {stored.dtype}")
-    return stored.tobytes()
-
-
 def pack_delta(base, tuned, header, scales):
     """Return a delta file. `scales`: name -> scales of bitdelta that are better than its own.
 
     The header has tokenizer_sha256, meta and settings: base (see hash_weights), shape (what
     rebuilds the tuned network), method, bits, group, scale_bits, and scale, a power of two near the
-    largest delta, in units of which scales are stored.
+    largest delta, in units of which scales are stored. Raises ArtifactError if a tensor is not
+    finite as stored.
     """
     settings = header["settings"]
     bits = settings["bits"]
-    parts = []
-    coded = {}  # place among the parts -> codes of deltaquant
-    for name, before in base.items():
-        w = tuned[name]
-        if tensor_class(name, w) != "matrix":
-            parts.append(pack_floats(name, w, delta_dtype(name)))
-            continue
-        delta = (w.float() - before.float()).flatten() / settings["scale"]
-        codes, steps = quantize_delta(delta, group_size(w, settings["group"]), bits)
-        codes = codes.numpy()
-        if name in scales:
-            steps = scales[name] / settings["scale"]
-        if settings["method"] == "bitdelta":
-            parts.append(np.packbits(codes > 0, bitorder="little").tobytes())
-        else:
-            coded[len(parts)] = codes.view(np.uint8)
-            parts.append(b"")
-        parts.append(pack_floats(name, steps, f"<f{settings['scale_bits'] // 8}"))
-
-    states = delta_states(sum(len(symbols) for symbols in coded.values()))
-    most = largest_code(bits)
-    for place in reversed(coded):  # the states run on from tensor to tensor
-        table = rans_table(np.bincount(coded[place], minlength=256))
-        words = rans_encode(coded[place], states, table[None]).astype("<u2")
-        frequencies = table[np.arange(-most, most + 1)].astype("<u2")
-        parts[place] = frequencies.tobytes() + struct.pack("<I", len(words)) + words.tobytes()
-    text = json.dumps(header, allow_nan=False).encode()
-    frame = zstandard.ZstdCompressor(level=19).compress(text)
-    prefix = DELTA_PREFIX.pack(DELTA_MAGIC, DELTA_VERSION, len(frame))
-    data = b"".join([prefix, frame, states.astype("<u4").tobytes(), *parts])
-    return data + hashlib.sha256(data).digest()
-
-
-def take(file, dtype, count):
-    """Return the next `count` numbers of a file, native; fewer at its end."""
-    data = file.read(count * np.dtype(dtype).itemsize)
-    return np.frombuffer(data, dtype).astype(dtype[1:])
-
-
-def read_codes(file, states, count, settings):
-    """Return the next codes int8 (count,) of a delta file."""
-    if settings["method"] == "bitdelta":
-        signs = take(file, "|u1", -(-count // 8))
-        bits = np.unpackbits(signs, count=count, bitorder="little")
-        return 2 * torch.from_numpy(bits).to(torch.int8) - 1
-    most = largest_code(settings["bits"])
-    table = np.zeros(256, np.uint16)
-    table[np.arange(-most, most + 1)] = take(file, "<u2", 2 * most + 1)
-    words = take(file, "<u2", take(file, "<u4", 1).item())
-    symbols = RansDecoder(states, table[None]).decode(np.zeros(count, np.uint8), words)
-    return torch.from_numpy(symbols.view(np.int8))
-
-
-def read_delta_header(data):
-    """Return the header of a delta file, and its streams as a file; any error if it is not whole."""
-    require(data.startswith(DELTA_MAGIC), "is no delta")
-    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
-    _, version, length = DELTA_PREFIX.unpack_from(data)
-    require(version == DELTA_VERSION, f"version {version}, this code reads {DELTA_VERSION}")
-    file = io.BytesIO(data[DELTA_PREFIX.size : -32])
-    header = json.loads(unzip(file.read(length), HEADER_LIMIT, "the header"))
-    check_header(header)
-    check_json(header, {"settings": dict}, "the header")
-    settings = header["settings"]
-    kinds = {"bits": int, "scale_bits": int, "scale": float, "shape": dict}
-    check_json(settings, kinds, "the header's settings")
-    group = settings["group"]
-    require(type(group) is int and group >= -1, f"its group is {group!r:.60}")
-    require(1 <= settings["bits"] <= 8, "its bits must be 1 to 8")
-    require(
-        settings["method"] in ("bitdelta", "deltaquant"),
-        "its method must be bitdelta or deltaquant",
-    )
-    require(settings["scale_bits"] in (16, 32), "its scale_bits must be 16 or 32")
-    return header, file
+    tensors = {}
+    coded = {}
+    for name, w in tuned.items():
+        tensors[name] = w
+        if tensor_class(name, w) == "matrix":
+            delta = (w.float() - base[name].float()).flatten() / settings["scale"]
+            codes, steps = quantize_delta(delta, group_size(w, settings["group"]), bits)
+            if name in scales:
+                steps = scales[name] / settings["scale"]
+            coded[name] = Coded(codes.view(w.shape).flatten(1).int(), torch.ones(1), bits)
+            tensors[f"{name}.scales{settings['scale_bits']}"] = steps
+    return DELTA_MAGIC + pack_artifact(tensors, coded, **header)
 
 
 def read_delta_file(data, base):
     """Return the header and the weights of a delta file; any error if it is not whole."""
-    header, file = read_delta_header(data)
+    require(data.startswith(DELTA_MAGIC), "is no delta, or one of a version before 2026-11-29")
+    header, tensors, _ = decode_artifact(data[len(DELTA_MAGIC) :])
     settings = header["settings"]
+    check_json(settings, {"base": str, "scale": float, "shape": dict}, "the header's settings")
     digest = hash_weights(base)
     require(settings["base"] == digest, f"of another base, not of SHA-256 {digest[:12]}")
-    sizes = {name: w.numel() for name, w in base.items() if tensor_class(name, w) == "matrix"}
-    coded = 0 if settings["method"] == "bitdelta" else sum(sizes.values())
-    states = take(file, "<u4", len(delta_states(coded)))
-    tensors = {}
+    weights = {}
     for name, w in base.items():
-        if name not in sizes:
-            values = take(file, delta_dtype(name), w.numel())
-            tensors[name] = torch.from_numpy(values).to(w.dtype).view(w.shape)
-            continue
-        codes = read_codes(file, states, w.numel(), settings)
-        groups = -(-w.numel() // group_size(w, settings["group"]))
-        steps = take(file, f"<f{settings['scale_bits'] // 8}", groups)
-        steps = torch.from_numpy(steps).float() * settings["scale"]
-        tensors[name] = add_delta(w, codes, steps, settings["group"])
-    require(not file.read(1), "bytes are left over")
-    require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
-    for name, w in tensors.items():
-        require(w.isfinite().all(), f"tensor {name!r} is not finite")
-    return header, tensors
+        weights[name] = tensors.pop(name).view_as(w)
+        if tensor_class(name, w) == "matrix":
+            steps = tensors.pop(f"{name}.scales{settings['scale_bits']}") * settings["scale"]
+            size = group_size(w, settings["group"])
+            steps = steps.view(-(-w.numel() // size))  # or an error: there are more or fewer
+            weights[name] = add_delta(w, weights[name].flatten(), steps, settings["group"])
+        require(weights[name].isfinite().all(), f"tensor {name!r} is not finite")
+    require(not tensors, "tensors are left over")
+    return header, weights
 
 
 def read_delta(path, base):
     """Return the header and name -> float32 weights of the tuned model, of a delta of `base`.
 
-    Memory is bounded by the file and the base, whose shapes say how long everything is. Raises
-    ArtifactError, one line with the file's name, if anything is not as it was written or the base
-    is another.
+    Memory is bounded by the file and the base. Raises ArtifactError, one line with the file's name,
+    if anything is not as it was written or the base is another.
     """
     require(Path(path).is_file(), f"{path}: no such file")
     with one_line(path):
@@ -2871,22 +2778,17 @@ def compare(args):
     show(distances(a, b))
 
 
-def show_sizes(path, base):
+def show_sizes(model):
     """Print the size of a delta file and of its matrices against weights in float32 and bfloat16."""
-    size = path.stat().st_size
+    size = model.path.stat().st_size
+    weights = sum(w.numel() for w in model.tensors.values())
+    others = {name: w for name, w in model.tensors.items() if tensor_class(name, w) != "matrix"}
+    matrix_size = size - sum(model.header["streams"][name]["length"] for name in others)
+    matrix_weights = weights - sum(w.numel() for w in others.values())
     rows = [["file", "bytes", "x_fp32", "x_bf16"]]
-    counts = collections.Counter()
-    kept = 0  # bytes of what is no matrix
-    for name, w in base.tensors.items():
-        kind = tensor_class(name, w)
-        counts[kind] += w.numel()
-        if kind != "matrix":
-            kept += w.numel() * np.dtype(delta_dtype(name)).itemsize
-    for name, used, count in (
-        (path, size, counts.total()),
-        ("its matrices", size - kept, counts["matrix"]),
-    ):
-        rows.append([name, used, 4 * count / used, 2 * count / used])
+    rows.append([model.path, size, 4 * weights / size, 2 * weights / size])
+    ratio = matrix_weights / matrix_size
+    rows.append(["its matrices", matrix_size, 4 * ratio, 2 * ratio])
     show(rows)
 
 
@@ -2940,7 +2842,7 @@ def make_delta(args):
     scales = distill(base, tuned, args) if args.distill_steps and most else {}
     replace_file(args.out, pack_delta(base.tensors, tuned.tensors, header, scales))
     model = read_tuned(args.out, base)
-    show_sizes(args.out, base)
+    show_sizes(model)
     print("\nof what the tuned model's weights are beyond the base's:")
     show(distances(tuned, model, base))
     if args.score:
