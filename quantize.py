@@ -2674,24 +2674,22 @@ def info(args):
         model = read_weights(args.checkpoint, args.weights)
         match_tensors(model, source)
     check_average(args.weights, model or source)
+    streams = source.header["streams"]
     size = source.path.stat().st_size
-    parts = collections.defaultdict(collections.Counter)  # by tensor, class, or part of the file
-    parts["(header)"]["bytes"] = size
-    for name, record in source.header["streams"].items():
-        parts["(header)"]["bytes"] -= record["length"]
-        if name not in source.tensors:
+    tensors = {}
+    parts = collections.defaultdict(collections.Counter)  # by class, or part of the file
+    parts["(header)"]["bytes"] = size - sum(record["length"] for record in streams.values())
+    for name, record in streams.items():
+        if name in source.tensors:
+            tensors[name] = measure_tensor(name, source, model)
+            parts[tensor_class(name, source.tensors[name])].update(tensors[name])
+        else:
             parts[f"({name})"].update({"bytes": record["length"], "zstd": 1})
-            continue
-        sums = measure_tensor(name, source, model)
-        for part in (name, tensor_class(name, source.tensors[name]), "total"):
-            parts[part].update(sums)
-    parts["total"]["bytes"] = size
+    total = sum(tensors.values(), collections.Counter())
+    total["bytes"] = size
     rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
-    order = sorted(parts, key=lambda name: (name not in source.tensors, name == "total"))
-    for name in order:  # tensors, then classes and parts of the file, then the total
-        if name in source.tensors and not args.tensors:
-            continue
-        sums = parts[name]
+    shown = tensors if args.tensors else {}
+    for name, sums in {**shown, **parts, "total": total}.items():
         coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd", key)]
         weights = sums["weights"] or math.nan
         entropy = sums["entropy"] or math.nan
@@ -2826,9 +2824,7 @@ def make_delta(args):
     most = 0.0
     for name, w in base.tensors.items():
         if tensor_class(name, w) == "matrix":
-            largest = (tuned.tensors[name] - w).abs().max().item()
-            require(math.isfinite(largest), f"tensor {name!r}: its weights are not finite")
-            most = max(most, largest)
+            most = max(most, (tuned.tensors[name] - w).abs().max().item())
     header = read_header(tuned)
     header["settings"] = {
         "method": args.command,
