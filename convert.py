@@ -1603,7 +1603,7 @@ def read_weights(path, average=""):
         weights = Weights(folder, tensors, header["settings"], header, coded)
     else:
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
-    check_network(weights)
+    known_network(weights)  # or an error
     return weights
 
 
@@ -1621,22 +1621,20 @@ def network_tensors(weights):
     return {name: w for name, w in weights.tensors.items() if name != "w_value"}
 
 
-def check_network(weights):
-    """Raise UserError if this script does not know the network, or if a weight is not finite."""
-    with one_line(weights.path):
-        fill_network(empty_network(checked_config(weights.shape)), network_tensors(weights))
-        check_weights(weights.tensors)
+def known_network(source):
+    """Return the network of a MODEL. Raises ArtifactError if this script does not know it, or if a
+    weight is not finite."""
+    with one_line(source.path):
+        check_weights(source.tensors)
+        return fill_network(empty_network(checked_config(source.shape)), network_tensors(source))
 
 
 def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
-    network = empty_network(GPTConfig(**source.shape))
-    with one_line(f"{source.path}: its settings rebuild no model"):
-        network.load_state_dict(network_tensors(source), assign=True)
-        with torch.no_grad():
-            logits = network(torch.tensor([[0]]))
-        require(logits.isfinite().all(), "its logits are not finite")
-        return network
+    network = known_network(source)
+    with one_line(f"{source.path}: its settings rebuild no model"), torch.no_grad():
+        require(network(torch.tensor([[0]])).isfinite().all(), "its logits are not finite")
+    return network
 
 
 def given_tokenizer():
@@ -2740,68 +2738,57 @@ def misreading_class(folder, facts):
     return name if is_other or is_misread(name, facts) else ""
 
 
-def report_import(folder, tokenizer):
-    """Print what is particular about an imported model's tokenizer."""
+def import_notes(folder, tokenizer):
+    """Yield what is particular about an imported model's tokenizer."""
     stop = stop_ids(with_roles(tokenizer))
     named = eos_ids(folder / "config.json") | eos_ids(folder / "generation_config.json")
     if unused := named - stop:
-        print(
-            f"{folder}: not used: eos_token_id {sorted(unused)}; answers end at {sorted(stop)} of the "
-            f"tokenizer {tokenizer.file}"
+        yield (
+            f"not used: eos_token_id {sorted(unused)}; answers end at {sorted(stop)} of the tokenizer "
+            f"{tokenizer.file}"
         )
     for name in ("config.json", "tokenizer_config.json"):
         if "auto_map" in read_json(folder / name):
-            print(
-                f"{folder}: not used: auto_map of {name}; the code that it names may compute "
-                "something else"
-            )
+            yield f"not used: auto_map of {name}; the code that it names may compute something else"
     generation = read_json(folder / "generation_config.json")
     if unused := [name for name in HF_SAMPLING if name in generation]:
-        names = ", ".join(unused)
-        print(f"{folder}: not used: {names} of generation_config.json; export --like has them")
+        yield f"not used: {', '.join(unused)} of generation_config.json; export --like has them"
     if tokenizer.file != "imported.tiktoken":
         return
-    names = {i: name for name, i in tokenizer.facts["added"].items()}
-    if pieces := sorted({*tokenizer.facts["stop"]} - names.keys()):
-        print(
-            f"{folder}: answers end at {pieces}, which are no added tokens: an ordinary text may have "
-            "them"
+    facts = tokenizer.facts
+    names = {i: name for name, i in facts["added"].items()}
+    if pieces := sorted({*facts["stop"]} - names.keys()):
+        yield f"answers end at {pieces}, which are no added tokens: an ordinary text may have them"
+    if end := facts.get("template_end"):
+        yield (
+            f"no file calls {names[end]!r} an EOS, but the chat template ends answers with it; they "
+            "end there, too"
         )
-    if end := tokenizer.facts.get("template_end"):
-        print(
-            f"{folder}: no file calls {names[end]!r} an EOS, but the chat template ends answers with "
-            "it; they end there, too"
+    if name := misreading_class(folder, facts):
+        yield (
+            f"transformers 5 reads the tokenizer as {name}, which gives other ids than the file that "
+            "the model was trained with; the ids are that file's here, and in transformers by "
+            "PreTrainedTokenizerFast.from_pretrained"
         )
-    if name := misreading_class(folder, tokenizer.facts):
-        print(
-            f"{folder}: transformers 5 reads the tokenizer as {name}, which gives other ids than the "
-            "file that the model was trained with; the ids are that file's here, and in transformers "
-            "by PreTrainedTokenizerFast.from_pretrained"
-        )
-    text_end = tokenizer.facts["text_end"]
+    bos = repr(facts["bos"])
+    text_end = facts["text_end"]
     if text_end != tokenizer.bos_id:
-        print(
-            f"{folder}: no file calls BOS, {tokenizer.facts['bos']!r}, an EOS; texts end with "
-            f"{names[text_end]!r}"
-        )
-    begin = repr(tokenizer.facts["bos"]) if begin_ids(tokenizer) else "nothing"
-    print(f"{folder}: {tokenizer.vocab_size} tokens; before each text comes {begin}")
+        yield f"no file calls BOS, {bos}, an EOS; texts end with {names[text_end]!r}"
+    begin = bos if begin_ids(tokenizer) else "nothing"
+    yield f"{tokenizer.vocab_size} tokens; before each text comes {begin}"
     lacking = sorted({bytes([byte]) for byte in range(256)} - set(tokenizer.pieces))
-    if lacking and "ranks" in tokenizer.facts:
-        names = " ".join(byte.hex() for byte in lacking)
-        print(
-            f"{folder}: its vocabulary lacks {len(lacking)} bytes ({names}); they are dropped from "
-            "texts, as transformers does"
+    if lacking and "ranks" in facts:
+        yield (
+            f"its vocabulary lacks {len(lacking)} bytes ({' '.join(byte.hex() for byte in lacking)}); "
+            "they are dropped from texts, as transformers does"
         )
-    if tokenizer.facts["unused_templates"]:
-        print(
-            f"{folder}: not used: chat templates {', '.join(tokenizer.facts['unused_templates'])}"
-        )
-    if "template" in tokenizer.facts:
+    if unused := facts["unused_templates"]:
+        yield f"not used: chat templates {', '.join(unused)}"
+    if "template" in facts:
         try:
             chat_text(tokenizer, [("<|user|>", "Hello")], True)
         except UserError as error:
-            print(f"{folder}: a conversation of one question is refused: {error}")
+            yield f"a conversation of one question is refused: {error}"
 
 
 def tokenizer_facts(folder, tokenizer, size):
@@ -3480,7 +3467,8 @@ def import_folder(folder, args, tensors=()):
         if not (args.out / "step_000000").exists():
             shutil.rmtree(args.out, ignore_errors=True)  # or the same command would be refused
     print(f"{args.out}: {len(state)} tensors")
-    report_import(args.folder, tokenizer)
+    for note in import_notes(args.folder, tokenizer):
+        print(f"{args.folder}: {note}")
 
 
 def export(args):
@@ -3603,6 +3591,7 @@ def like_files(folder, source, network):
         # Training and the tokenizer may change some fields.
         if actual != value and name not in ("vocab_size", "bos_id", "train_seq_len", "context"):
             raise UserError(f"{path}: has {name}={value!r}, {source.path} {actual!r}")
+    check_hf_headers(folder, shape, tensors)
     files = {
         file.relative_to(folder).as_posix(): file.read_bytes()
         for file in [*folder.iterdir(), *folder.glob(TEMPLATE_FILES)]
@@ -3614,7 +3603,7 @@ def like_files(folder, source, network):
     remaining = 0
     for tensor in tensors:
         w = tensor.read()
-        view = views.pop(tensor.name, None)
+        view = views.get(tensor.name)
         if tensor.name == "lm_head.weight" and network.head is None:
             view = network.embed
         if view is not None:
@@ -3626,8 +3615,6 @@ def like_files(folder, source, network):
             # After the network's rows come those of ids without a token.
             w = torch.cat([rounded, w[len(view) :]])
         state[tensor.key] = w
-    if views:
-        raise UserError(f"{folder}: its safetensors files lack {next(iter(views))}")
     if remaining < changed:
         print(
             f"{changed} weights differ from those of {folder}; after rounding to its dtype "
@@ -3639,23 +3626,25 @@ def like_files(folder, source, network):
         text["vocab_size"] = count
         files["config.json"] = json_bytes(config)
     tokenizer = find_tokenizer(source, load_tokenizer)
+    has_more_ends = "template_end" in tokenizer.facts
     if tokenizer.file == "imported.tiktoken":
-        files |= mended_tokenizer_files(folder, tokenizer)
+        files |= mended_tokenizer_files(folder, tokenizer.facts)
     if count > tokenizer.vocab_size:
         # The folder's tokenizer lacks the role tokens, and its answers end without <|end|>.
         tokenizer = with_roles(tokenizer)
         files |= tokenizer_files(tokenizer)
+        has_more_ends = True
+    if has_more_ends:
         ends = {"eos_token_id": sorted(stop_ids(tokenizer))}
         generation = read_json(folder / "generation_config.json") | ends
         files["generation_config.json"] = json_bytes(generation)
     return files | {"model.safetensors": save_safetensors(state)}
 
 
-def mended_tokenizer_files(folder, tokenizer):
+def mended_tokenizer_files(folder, facts):
     """Return those of a folder's files that must differ so that transformers has a tokenizer's ids and
-    ends."""
+    chat template."""
     files = {}
-    facts = tokenizer.facts
     config = read_json(folder / "tokenizer_config.json")
     changes = {}
     if misreading_class(folder, facts):
@@ -3667,10 +3656,6 @@ def mended_tokenizer_files(folder, tokenizer):
             files[TEMPLATE_FILES.replace("*", "tool_use")] = facts["tool_template"].encode()
     if changes:
         files["tokenizer_config.json"] = json_bytes(config | changes)
-    if "template_end" in facts:
-        generation = read_json(folder / "generation_config.json")
-        ends = {"eos_token_id": facts["stop"]}
-        files["generation_config.json"] = json_bytes(generation | ends)
     return files
 
 

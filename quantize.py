@@ -25,7 +25,7 @@ Where to change what:
     how scales of a delta are trained     distill
     what `info` and `compare` print       info, measure_tensor, distances
     what `verify` refuses                 compare_packed, check_codes
-    how a MODEL is read and checked       read_weights, read_checkpoint, check_network
+    how a MODEL is read and checked       read_weights, read_checkpoint, known_network
     which text it reads                   read_text, training_batch, validation_bpb
     a new command, a new option           make_parser, add_command
 """
@@ -1140,8 +1140,9 @@ def read_artifact(path):
 
 
 # === shared: packing ===
-# These stay float32: they pass through exp and softplus into a decay that every token applies.
-FLOAT32_CONTROLS = ("A_log", "dt_bias")
+# These stay float32: they pass through exp and softplus into a decay that every token applies. So do
+# the scales of a delta that has 32 bits for them.
+FLOAT32_CONTROLS = ("A_log", "dt_bias", "scales32")
 # Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
 ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
 
@@ -1285,17 +1286,11 @@ def pack_artifact(tensors, coded, **header):
 
 
 # === shared: deltas ===
-# A delta file holds what makes a base model into a tuned one. It is little endian: magic, version
-# u32, length u32 of the header, and the header (JSON in a zstd frame). For the method "deltaquant"
-# the states u32 of the rANS lanes follow. Then come the tensors, in the order of the base: codes
-# and scales of a matrix, the floats of any other tensor. The SHA-256 of all before it is the end.
-#
-# The codes of "bitdelta" are signs, 8 in a byte. Those of "deltaquant" are: the frequencies u16 of
-# all codes from the lowest on, the number of words u32, and the rANS words u16. All else that a
-# reader needs is in the header's "settings" and in the base, whose SHA-256 is there.
-DELTA_PREFIX = struct.Struct("<8sII")
-DELTA_MAGIC = b"UPARDELT"
-DELTA_VERSION = 1
+# A delta file holds what makes a base model into a tuned one: DELTA_MAGIC, and then an artifact. Its
+# codes are those of the matrices, in units of the scale of their group. A matrix NAME has its scales
+# as the tensor NAME.scales16 or NAME.scales32, named by their bits, and all other tensors are the
+# tuned model's. What else a reader needs is in the header's settings, see pack_delta.
+DELTA_MAGIC = b"UPARDEL2"
 
 
 def group_size(w, group):
@@ -1404,144 +1399,56 @@ def hash_weights(tensors):
     return digest.hexdigest()
 
 
-def delta_dtype(name):
-    """Return how a delta stores a tensor that is no matrix, as artifacts do."""
-    return "<f4" if name.endswith(FLOAT32_CONTROLS) else "<f2"
-
-
-def delta_states(weights):
-    """Return the states of rANS lanes at the end: a power of two from 8 to 1,024 of them."""
-    lanes = min(1024, max(8, 1 << (weights // 8192).bit_length() >> 1))
-    return np.full(lanes if weights else 0, RANS_LOW, np.uint32)
-
-
-def pack_floats(name, values, dtype):
-    """Return the bytes of a tensor as `dtype`. Raises ArtifactError if a value is too large."""
-    with np.errstate(over="ignore"):
-        stored = values.detach().float().numpy().astype(dtype)
-    require(np.isfinite(stored).all(), f"tensor {name!r}: too large for {stored.dtype}")
-    return stored.tobytes()
-
-
 def pack_delta(base, tuned, header, scales):
     """Return a delta file. `scales`: name -> scales of bitdelta that are better than its own.
 
     The header has tokenizer_sha256, meta and settings: base (see hash_weights), shape (what
     rebuilds the tuned network), method, bits, group, scale_bits, and scale, a power of two near the
-    largest delta, in units of which scales are stored.
+    largest delta, in units of which scales are stored. Raises ArtifactError if a tensor is not
+    finite as stored.
     """
     settings = header["settings"]
     bits = settings["bits"]
-    parts = []
-    coded = {}  # place among the parts -> codes of deltaquant
-    for name, before in base.items():
-        w = tuned[name]
-        if tensor_class(name, w) != "matrix":
-            parts.append(pack_floats(name, w, delta_dtype(name)))
-            continue
-        delta = (w.float() - before.float()).flatten() / settings["scale"]
-        codes, steps = quantize_delta(delta, group_size(w, settings["group"]), bits)
-        codes = codes.numpy()
-        if name in scales:
-            steps = scales[name] / settings["scale"]
-        if settings["method"] == "bitdelta":
-            parts.append(np.packbits(codes > 0, bitorder="little").tobytes())
-        else:
-            coded[len(parts)] = codes.view(np.uint8)
-            parts.append(b"")
-        parts.append(pack_floats(name, steps, f"<f{settings['scale_bits'] // 8}"))
-
-    states = delta_states(sum(len(symbols) for symbols in coded.values()))
-    most = largest_code(bits)
-    for place in reversed(coded):  # the states run on from tensor to tensor
-        table = rans_table(np.bincount(coded[place], minlength=256))
-        words = rans_encode(coded[place], states, table[None]).astype("<u2")
-        frequencies = table[np.arange(-most, most + 1)].astype("<u2")
-        parts[place] = frequencies.tobytes() + struct.pack("<I", len(words)) + words.tobytes()
-    text = json.dumps(header, allow_nan=False).encode()
-    frame = zstandard.ZstdCompressor(level=19).compress(text)
-    prefix = DELTA_PREFIX.pack(DELTA_MAGIC, DELTA_VERSION, len(frame))
-    data = b"".join([prefix, frame, states.astype("<u4").tobytes(), *parts])
-    return data + hashlib.sha256(data).digest()
-
-
-def take(file, dtype, count):
-    """Return the next `count` numbers of a file, native; fewer at its end."""
-    data = file.read(count * np.dtype(dtype).itemsize)
-    return np.frombuffer(data, dtype).astype(dtype[1:])
-
-
-def read_codes(file, states, count, settings):
-    """Return the next codes int8 (count,) of a delta file."""
-    if settings["method"] == "bitdelta":
-        signs = take(file, "|u1", -(-count // 8))
-        bits = np.unpackbits(signs, count=count, bitorder="little")
-        return 2 * torch.from_numpy(bits).to(torch.int8) - 1
-    most = largest_code(settings["bits"])
-    table = np.zeros(256, np.uint16)
-    table[np.arange(-most, most + 1)] = take(file, "<u2", 2 * most + 1)
-    words = take(file, "<u2", take(file, "<u4", 1).item())
-    symbols = RansDecoder(states, table[None]).decode(np.zeros(count, np.uint8), words)
-    return torch.from_numpy(symbols.view(np.int8))
-
-
-def read_delta_header(data):
-    """Return the header of a delta file, and its streams as a file; any error if it is not whole."""
-    require(data.startswith(DELTA_MAGIC), "is no delta")
-    require(hashlib.sha256(data[:-32]).digest() == data[-32:], "damaged: the SHA-256 is wrong")
-    _, version, length = DELTA_PREFIX.unpack_from(data)
-    require(version == DELTA_VERSION, f"version {version}, this code reads {DELTA_VERSION}")
-    file = io.BytesIO(data[DELTA_PREFIX.size : -32])
-    header = json.loads(unzip(file.read(length), HEADER_LIMIT, "the header"))
-    check_header(header)
-    check_json(header, {"settings": dict}, "the header")
-    settings = header["settings"]
-    kinds = {"bits": int, "scale_bits": int, "scale": float, "shape": dict}
-    check_json(settings, kinds, "the header's settings")
-    group = settings["group"]
-    require(type(group) is int and group >= -1, f"its group is {group!r:.60}")
-    require(1 <= settings["bits"] <= 8, "its bits must be 1 to 8")
-    require(
-        settings["method"] in ("bitdelta", "deltaquant"),
-        "its method must be bitdelta or deltaquant",
-    )
-    require(settings["scale_bits"] in (16, 32), "its scale_bits must be 16 or 32")
-    return header, file
+    tensors = {}
+    coded = {}
+    for name, w in tuned.items():
+        tensors[name] = w
+        if tensor_class(name, w) == "matrix":
+            delta = (w.float() - base[name].float()).flatten() / settings["scale"]
+            codes, steps = quantize_delta(delta, group_size(w, settings["group"]), bits)
+            if name in scales:
+                steps = scales[name] / settings["scale"]
+            coded[name] = Coded(codes.view(w.shape).flatten(1).int(), torch.ones(1), bits)
+            tensors[f"{name}.scales{settings['scale_bits']}"] = steps
+    return DELTA_MAGIC + pack_artifact(tensors, coded, **header)
 
 
 def read_delta_file(data, base):
     """Return the header and the weights of a delta file; any error if it is not whole."""
-    header, file = read_delta_header(data)
+    require(data.startswith(DELTA_MAGIC), "is no delta, or one of a version before 2026-11-29")
+    header, tensors, _ = decode_artifact(data[len(DELTA_MAGIC) :])
     settings = header["settings"]
+    check_json(settings, {"base": str, "scale": float, "shape": dict}, "the header's settings")
     digest = hash_weights(base)
     require(settings["base"] == digest, f"of another base, not of SHA-256 {digest[:12]}")
-    sizes = {name: w.numel() for name, w in base.items() if tensor_class(name, w) == "matrix"}
-    coded = 0 if settings["method"] == "bitdelta" else sum(sizes.values())
-    states = take(file, "<u4", len(delta_states(coded)))
-    tensors = {}
+    weights = {}
     for name, w in base.items():
-        if name not in sizes:
-            values = take(file, delta_dtype(name), w.numel())
-            tensors[name] = torch.from_numpy(values).to(w.dtype).view(w.shape)
-            continue
-        codes = read_codes(file, states, w.numel(), settings)
-        groups = -(-w.numel() // group_size(w, settings["group"]))
-        steps = take(file, f"<f{settings['scale_bits'] // 8}", groups)
-        steps = torch.from_numpy(steps).float() * settings["scale"]
-        tensors[name] = add_delta(w, codes, steps, settings["group"])
-    require(not file.read(1), "bytes are left over")
-    require((states == RANS_LOW).all(), "the lanes do not end at 2**16")
-    for name, w in tensors.items():
-        require(w.isfinite().all(), f"tensor {name!r} is not finite")
-    return header, tensors
+        weights[name] = tensors.pop(name).view_as(w)
+        if tensor_class(name, w) == "matrix":
+            steps = tensors.pop(f"{name}.scales{settings['scale_bits']}") * settings["scale"]
+            size = group_size(w, settings["group"])
+            steps = steps.view(-(-w.numel() // size))  # or an error: there are more or fewer
+            weights[name] = add_delta(w, weights[name].flatten(), steps, settings["group"])
+        require(weights[name].isfinite().all(), f"tensor {name!r} is not finite")
+    require(not tensors, "tensors are left over")
+    return header, weights
 
 
 def read_delta(path, base):
     """Return the header and name -> float32 weights of the tuned model, of a delta of `base`.
 
-    Memory is bounded by the file and the base, whose shapes say how long everything is. Raises
-    ArtifactError, one line with the file's name, if anything is not as it was written or the base
-    is another.
+    Memory is bounded by the file and the base. Raises ArtifactError, one line with the file's name,
+    if anything is not as it was written or the base is another.
     """
     require(Path(path).is_file(), f"{path}: no such file")
     with one_line(path):
@@ -2274,7 +2181,7 @@ def read_weights(path, average=""):
         weights = Weights(folder, tensors, header["settings"], header, coded)
     else:
         raise UserError(f"{path}: no such file; a run's artifact is runs/<RUN_ID>/model.upar")
-    check_network(weights)
+    known_network(weights)  # or an error
     return weights
 
 
@@ -2292,22 +2199,20 @@ def network_tensors(weights):
     return {name: w for name, w in weights.tensors.items() if name != "w_value"}
 
 
-def check_network(weights):
-    """Raise UserError if this script does not know the network, or if a weight is not finite."""
-    with one_line(weights.path):
-        fill_network(empty_network(checked_config(weights.shape)), network_tensors(weights))
-        check_weights(weights.tensors)
+def known_network(source):
+    """Return the network of a MODEL. Raises ArtifactError if this script does not know it, or if a
+    weight is not finite."""
+    with one_line(source.path):
+        check_weights(source.tensors)
+        return fill_network(empty_network(checked_config(source.shape)), network_tensors(source))
 
 
 def rebuild(source):
     """Return the network of a MODEL. Raises ArtifactError if it is none, or gives no logits."""
-    network = empty_network(GPTConfig(**source.shape))
-    with one_line(f"{source.path}: its settings rebuild no model"):
-        network.load_state_dict(network_tensors(source), assign=True)
-        with torch.no_grad():
-            logits = network(torch.tensor([[0]]))
-        require(logits.isfinite().all(), "its logits are not finite")
-        return network
+    network = known_network(source)
+    with one_line(f"{source.path}: its settings rebuild no model"), torch.no_grad():
+        require(network(torch.tensor([[0]])).isfinite().all(), "its logits are not finite")
+    return network
 
 
 def given_tokenizer():
@@ -2515,15 +2420,14 @@ def training_batch(train, seq_len, step):
 def validation_bpb(network, seq_len, val, val_bytes):
     """Return bits per byte of all tokens of validation but the first, in windows side by side."""
     tokens = torch.from_numpy(val.read(0, len(val)))
-    whole = (len(tokens) - 1) // seq_len * seq_len  # tokens in full windows; the rest is shorter
-    rows = max(1, MICRO_BATCH_TOKENS // seq_len)
-    ids = [*tokens[:whole].view(-1, seq_len).split(rows), tokens[None, whole:-1]]
-    targets = [*tokens[1 : whole + 1].view(-1, seq_len).split(rows), tokens[None, whole + 1 :]]
+    device = network.embed.device
+    size = seq_len * max(1, MICRO_BATCH_TOKENS // seq_len)
     nats = 0.0
-    for inputs, nexts in zip(ids, targets, strict=True):
-        if inputs.numel():
-            device = network.embed.device
-            nats += network(inputs.to(device), nexts.to(device)).double().sum().item()
+    for inputs, targets in zip(tokens[:-1].split(size), tokens[1:].split(size), strict=True):
+        padding = (0, -len(inputs) % seq_len)  # of the last window; it has no nats
+        ids = F.pad(inputs, padding).view(-1, seq_len).to(device)
+        nexts = F.pad(targets, padding, value=-1).view(-1, seq_len).to(device)
+        nats += network(ids, nexts).double().sum().item()
     return nats / math.log(2) / val_bytes
 
 
@@ -2603,12 +2507,6 @@ def improve_codes(coded, source, data_path):
             require(tensor_class(name, source.tensors[name]) != "matrix", f"no input of {name}")
 
 
-def as_kept(name, w):
-    """Return a tensor that is no matrix as a delta gives it back."""
-    stored = w.numpy().astype(delta_dtype(name))
-    return torch.from_numpy(stored.astype("f4"))
-
-
 def distill(base, tuned, args):
     """Return scales that bring the logits of base + delta near to the tuned model's.
 
@@ -2619,15 +2517,14 @@ def distill(base, tuned, args):
     device = choose_device(given_device())
     seq_len = tuned.shape["train_seq_len"]
     teacher = rebuild(tuned).requires_grad_(False).to(device)
-    held = {}  # the base's matrices, and all else of the tuned model
+    held = {name: w.to(device) for name, w in tuned.tensors.items()}  # but the base's matrices
     signs = {}
     scales = {}
     groups = []
-    for name, w in tuned.tensors.items():
-        held[name] = as_kept(name, w).to(device)
+    for name, w in base.tensors.items():
         if tensor_class(name, w) == "matrix":
-            held[name] = base.tensors[name].float().to(device)
-            delta = (w.to(device) - held[name]).flatten()
+            delta = (held[name] - w.to(device)).flatten()
+            held[name] = w.to(device)
             signs[name], scale = quantize_delta(delta, group_size(w, args.group), 1)
             scales[name] = scale.requires_grad_()
             # In units of a matrix's mean scale, one rate suits large and small deltas.
@@ -2635,8 +2532,8 @@ def distill(base, tuned, args):
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.distill_steps)
 
-    def batch_loss(step, is_training):
-        """Return the mean of a batch; with `is_training`, add its gradients."""
+    def batch_loss(step):
+        """Return the loss of a batch, and add its gradients."""
         total = 0.0
         for ids in training_batch(train, seq_len, step):
             ids = ids.to(device)
@@ -2645,18 +2542,18 @@ def distill(base, tuned, args):
                 weights[name] = add_delta(held[name], signs[name], scale, args.group)
             logits = torch.func.functional_call(teacher, weights, (ids,))
             loss = (logits - teacher(ids)).square().mean() * (len(ids) / BATCH_WINDOWS)
-            if is_training:
-                loss.backward()
+            loss.backward()
             total += loss.item()
         return total
 
-    before = batch_loss(0, is_training=False)
+    losses = []
     for step in range(args.distill_steps):
         optimizer.zero_grad()
-        batch_loss(step, is_training=True)
+        losses.append(batch_loss(step))
         optimizer.step()
         schedule.step()
-    after = batch_loss(0, is_training=False)
+    before = losses[0]
+    after = batch_loss(0)
     print(
         f"distillation: {args.distill_steps} steps, mean squared error of logits on the first "
         f"batch {before:.6g} before, {after:.6g} after"
@@ -2785,24 +2682,22 @@ def info(args):
         model = read_weights(args.checkpoint, args.weights)
         match_tensors(model, source)
     check_average(args.weights, model or source)
+    streams = source.header["streams"]
     size = source.path.stat().st_size
-    parts = collections.defaultdict(collections.Counter)  # by tensor, class, or part of the file
-    parts["(header)"]["bytes"] = size
-    for name, record in source.header["streams"].items():
-        parts["(header)"]["bytes"] -= record["length"]
-        if name not in source.tensors:
+    tensors = {}
+    parts = collections.defaultdict(collections.Counter)  # by class, or part of the file
+    parts["(header)"]["bytes"] = size - sum(record["length"] for record in streams.values())
+    for name, record in streams.items():
+        if name in source.tensors:
+            tensors[name] = measure_tensor(name, source, model)
+            parts[tensor_class(name, source.tensors[name])].update(tensors[name])
+        else:
             parts[f"({name})"].update({"bytes": record["length"], "zstd": 1})
-            continue
-        sums = measure_tensor(name, source, model)
-        for part in (name, tensor_class(name, source.tensors[name]), "total"):
-            parts[part].update(sums)
-    parts["total"]["bytes"] = size
+    total = sum(tensors.values(), collections.Counter())
+    total["bytes"] = size
     rows = [["class", "tensors", "weights", "bytes", "bits/weight", "entropy", "error", "coders"]]
-    order = sorted(parts, key=lambda name: (name not in source.tensors, name == "total"))
-    for name in order:  # tensors, then classes and parts of the file, then the total
-        if name in source.tensors and not args.tensors:
-            continue
-        sums = parts[name]
+    shown = tensors if args.tensors else {}
+    for name, sums in {**shown, **parts, "total": total}.items():
         coders = [f"{key}:{count}" for key, count in sums.items() if re.search("rans|zstd", key)]
         weights = sums["weights"] or math.nan
         entropy = sums["entropy"] or math.nan
@@ -2889,22 +2784,17 @@ def compare(args):
     show(distances(a, b))
 
 
-def show_sizes(path, base):
+def show_sizes(model):
     """Print the size of a delta file and of its matrices against weights in float32 and bfloat16."""
-    size = path.stat().st_size
+    size = model.path.stat().st_size
+    weights = sum(w.numel() for w in model.tensors.values())
+    others = {name: w for name, w in model.tensors.items() if tensor_class(name, w) != "matrix"}
+    matrix_size = size - sum(model.header["streams"][name]["length"] for name in others)
+    matrix_weights = weights - sum(w.numel() for w in others.values())
     rows = [["file", "bytes", "x_fp32", "x_bf16"]]
-    counts = collections.Counter()
-    kept = 0  # bytes of what is no matrix
-    for name, w in base.tensors.items():
-        kind = tensor_class(name, w)
-        counts[kind] += w.numel()
-        if kind != "matrix":
-            kept += w.numel() * np.dtype(delta_dtype(name)).itemsize
-    for name, used, count in (
-        (path, size, counts.total()),
-        ("its matrices", size - kept, counts["matrix"]),
-    ):
-        rows.append([name, used, 4 * count / used, 2 * count / used])
+    rows.append([model.path, size, 4 * weights / size, 2 * weights / size])
+    ratio = matrix_weights / matrix_size
+    rows.append(["its matrices", matrix_size, 4 * ratio, 2 * ratio])
     show(rows)
 
 
@@ -2942,9 +2832,7 @@ def make_delta(args):
     most = 0.0
     for name, w in base.tensors.items():
         if tensor_class(name, w) == "matrix":
-            largest = (tuned.tensors[name] - w).abs().max().item()
-            require(math.isfinite(largest), f"tensor {name!r}: its weights are not finite")
-            most = max(most, largest)
+            most = max(most, (tuned.tensors[name] - w).abs().max().item())
     header = read_header(tuned)
     header["settings"] = {
         "method": args.command,
@@ -2958,7 +2846,7 @@ def make_delta(args):
     scales = distill(base, tuned, args) if args.distill_steps and most else {}
     replace_file(args.out, pack_delta(base.tensors, tuned.tensors, header, scales))
     model = read_tuned(args.out, base)
-    show_sizes(args.out, base)
+    show_sizes(model)
     print("\nof what the tuned model's weights are beyond the base's:")
     show(distances(tuned, model, base))
     if args.score:

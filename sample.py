@@ -4586,10 +4586,11 @@ def check_modes(settings):
             raise UserError(
                 f"{name.upper()}={getattr(settings, name)!r:.80}: must be UTF-8"
             ) from None
-    if Path(settings.score_file).is_dir() and settings.score_file:
-        raise UserError(f"SCORE_FILE={settings.score_file!r}: must be a file, not a folder")
-    if not Path(settings.score_file).absolute().parent.is_dir():
-        raise UserError(f"SCORE_FILE={settings.score_file!r}: must be in a folder that exists")
+    file = Path(settings.score_file).absolute()
+    if settings.score_file and (file.is_dir() or not file.parent.is_dir()):
+        raise UserError(
+            f"SCORE_FILE={settings.score_file!r}: must be a file, in a folder that exists"
+        )
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -4669,11 +4670,14 @@ def note(line):
     print(line, file=sys.stderr, flush=True)
 
 
-def sampled(model, prompts, count, seeds, settings):
-    """Return `count` Samples for each prompt by the settings; say how far they are. See `generate`."""
-    samples = [Sample() for _ in range(len(prompts) * count)]
+def sampled(model, prompts, count, seeds, settings, spoken=None):
+    """Return `count` Samples for each prompt by the settings; say how far they are. See `generate`.
+
+    spoken: a SpokenAnswer, the only sample, which itself shows how far it is.
+    """
+    samples = [spoken] if spoken else [Sample() for _ in range(len(prompts) * count)]
     state = functools.partial(sampling_state, samples)
-    with cast_once(model.network), heartbeat(note, state):
+    with cast_once(model.network), heartbeat(None if spoken else note, state):
         return generate(
             model.network,
             prompts,
@@ -4732,39 +4736,36 @@ def sample(settings):
 
 
 # -------------------------------------------------------------------------------------------- chat
-@torch.inference_mode()
-def stream_answer(model, talk, settings, count, number):
-    """Return the answer to turns, of `count` tokens at most, printed token by token.
+@dataclass
+class SpokenAnswer(Sample):
+    """A Sample that is printed token by token, without the token that ends it."""
 
-    Ctrl-C ends it. It is the sample that `generate` would draw with the seed (SEED, number).
-    """
+    tokenizer: Tokenizer = None
+    prompt: list = ()  # ids
+    text: str = ""
+    length: int = 0  # characters that were printed
+
+    def take(self, token, logp, stop):
+        """Go on by a drawn token; return it."""
+        super().take(token, logp, stop)
+        if token not in stop:
+            self.text = completion(self.tokenizer, self.prompt, self.ids)
+            if not self.text.endswith("\ufffd"):  # a character of which bytes are to come
+                print(self.text[self.length :], end="", flush=True)
+                self.length = len(self.text)
+        return token
+
+
+def stream_answer(model, talk, settings, number):
+    """Return the answer to turns, printed token by token. Ctrl-C ends it. Its seed is (SEED, number)."""
     prompt = prompt_ids(model.tokenizer, talk, "chat")
-    stop = stop_ids(model.tokenizer)
-    uniform = np.random.default_rng([settings.seed, number, 0]).random(count)
-    uniform = torch.from_numpy(uniform).to(model.network.embed.device)
-    truncate = truncation(settings)
-    ids = []
-    text = ""
-    length = 0  # characters that were printed
+    answer = SpokenAnswer(tokenizer=model.tokenizer, prompt=prompt)
     try:
-        decoder = Decoder(model.network, [prompt], settings.compile)
-        for step in range(count):
-            drawn = uniform[step : step + 1]
-            token, logp = draw(decoder.logits, settings.temperature, drawn, truncate)
-            if not math.isfinite(logp):
-                raise FloatingPointError("the network gives logits that are not finite")
-            if int(token) in stop:
-                break
-            ids.append(int(token))
-            text = completion(model.tokenizer, prompt, ids)
-            if not text.endswith("\ufffd"):  # a character of which bytes are to come
-                print(text[length:], end="", flush=True)
-                length = len(text)
-            decoder(token)
+        sampled(model, [prompt], 1, [(settings.seed, number)], settings, answer)
     except KeyboardInterrupt:
         print(" [stopped]", end="", file=sys.stderr, flush=True)
-    print(text[length:], flush=True)
-    return text
+    print(answer.text[answer.length :], flush=True)
+    return answer.text
 
 
 def said_turn(line):
@@ -4801,6 +4802,7 @@ def chat(settings):
             f"[MAX_NEW_TOKENS={settings.max_new_tokens}: an answer has at most {count} tokens, half "
             "the context]"
         )
+    settings = replace(settings, max_new_tokens=count)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 does not end the program
     for number in itertools.count():
@@ -4831,7 +4833,7 @@ def chat(settings):
             note(
                 f"[the context is full: the oldest {len(turns) + 1 - len(talk)} turns are forgotten]"
             )
-        turns = [*talk, ("<|assistant|>", stream_answer(model, talk, settings, count, number))]
+        turns = [*talk, ("<|assistant|>", stream_answer(model, talk, settings, number))]
 
 
 # ------------------------------------------------------------------------------- log-probabilities

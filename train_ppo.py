@@ -2108,8 +2108,9 @@ def read_artifact(path):
 
 
 # === shared: packing ===
-# These stay float32: they pass through exp and softplus into a decay that every token applies.
-FLOAT32_CONTROLS = ("A_log", "dt_bias")
+# These stay float32: they pass through exp and softplus into a decay that every token applies. So do
+# the scales of a delta that has 32 bits for them.
+FLOAT32_CONTROLS = ("A_log", "dt_bias", "scales32")
 # Level 6 takes up to 0.5% fewer bytes than 3; from 12 on it is slow.
 ARTIFACT_ZSTD = zstandard.ZstdCompressor(level=6)
 

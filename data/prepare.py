@@ -880,9 +880,7 @@ class Request:
         digest = hashlib.sha256()
         for split, sources in (("train", self.sources), ("val", self.val_sources)):
             for path, name in sources.items():
-                # An empty file has no bytes that sha256_file could map.
-                sha256 = sha256_file(path) if path.stat().st_size else hashlib.sha256().hexdigest()
-                digest.update(f"{split} {name} {sha256}\n".encode())
+                digest.update(f"{split} {name} {sha256_file(path)}\n".encode())
         identity = {"format": 1, "name": self.name, "seed": self.seed}
         identity["sources_sha256"] = digest.hexdigest()
         if self.field != "text":

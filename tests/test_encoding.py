@@ -210,11 +210,11 @@ def test_a_sentencepiece_model_has_its_template(transformers, llama2):
         assert C.misreading_class(llama2, ours.facts) == "LlamaTokenizer"
 
 
-def test_a_sentencepiece_model_keeps_what_ends_an_answer(llama2, capsys):
+def test_a_sentencepiece_model_keeps_what_ends_an_answer(llama2):
     """By config.json and generation_config.json, also without a template; a tokenizer of its own does not."""
     (llama2 / "tokenizer_config.json").unlink()
     plain = C.read_hf_tokenizer(llama2, "", 300)
-    C.report_import(llama2, plain)
+    assert all(C.import_notes(llama2, plain))
     write_json(llama2 / "config.json", {"eos_token_id": 3})
     write_json(llama2 / "generation_config.json", {"eos_token_id": [2, 7, 260]})
     tokenizer = C.read_hf_tokenizer(llama2, "", 300)
@@ -224,14 +224,11 @@ def test_a_sentencepiece_model_keeps_what_ends_an_answer(llama2, capsys):
     text = "the  cat <|user|> 日本 </s>"
     assert ours.encode(text) == plain.encode(text) and ours.pieces == plain.pieces
     assert S.begin_ids(ours) == [1] and S.stop_ids(S.with_roles(ours)) == {1, 2, 7, 260, 303}
-    C.report_import(llama2, tokenizer)
-    printed = capsys.readouterr().out
-    assert "not used: eos_token_id [3]; answers end at [1, 2, 7, 260, 303] of" in printed
-    assert "answers end at [7, 260], which are no added tokens" in printed
-    C.report_import(llama2, C.read_hf_tokenizer(llama2, "bytes", 264))
-    assert re.search(
-        r": not used: eos_token_id \[2, 3, 7, 260\]; .* \[1, 263\]", capsys.readouterr().out
-    )
+    notes = "\n".join(C.import_notes(llama2, tokenizer))
+    assert "not used: eos_token_id [3]; answers end at [1, 2, 7, 260, 303] of" in notes
+    assert "answers end at [7, 260], which are no added tokens" in notes
+    [note] = C.import_notes(llama2, C.read_hf_tokenizer(llama2, "bytes", 264))
+    assert re.match(r"not used: eos_token_id \[2, 3, 7, 260\]; .* \[1, 263\]", note)
 
 
 def test_one_token_fills_rows(llama2):
@@ -411,8 +408,8 @@ def test_a_variable_of_the_template(tmp_path):
             messages, chat_template=ours.facts["template"], **given
         )
         assert written == text
-    files = C.mended_tokenizer_files(tmp_path, ours)
+    files = C.mended_tokenizer_files(tmp_path, ours.facts)
     assert files["chat_template.jinja"].decode() == ours.facts["template"]
-    assert C.mended_tokenizer_files(tmp_path, plain) == {}
+    assert C.mended_tokenizer_files(tmp_path, plain.facts) == {}
     for wrong in ("enable_thinking", "enable_thinking=False", "a b=1"):
         refusal(C.UserError, "--set .*must be NAME=VALUE", C.with_values, plain, [wrong])

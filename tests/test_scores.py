@@ -483,7 +483,7 @@ MISTAKES = [
     ("SCORE_PATH=good.txt EVAL_STRIDE=64", "EVAL_STRIDE=64: must be less than the con"),
     ("SCORE_PATH=x SCORE=win", "SCORE_MODEL='': no such file"),
     ("SCORE_PATH=x SCORE=win SCORE_MODEL=main SCORE_JUDGE=other", "SCORE_JUDGE='other': has no v"),
-    ("SCORE_PATH=good.txt SCORE_FILE=no/x", "SCORE_FILE='no/x': must be in a folder "),
+    ("SCORE_PATH=good.txt SCORE_FILE=no/x", "SCORE_FILE='no/x': must be a file, in a folder "),
     ("LAYOUT=chat", "PROMPT='': must be given for LAYOUT=chat"),
     (
         "ARTIFACT=good.txt",
