@@ -2682,10 +2682,6 @@ class RowReport:
     twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
     fields: str = ""  # names of the first row's
 
-    def leave_out(self, number, fault):
-        """Take note of a row that is not used."""
-        self.left_out.setdefault(fault, []).append(number)
-
     def facts(self):
         """Return what result.json has: reason -> number of rows."""
         left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
@@ -2845,17 +2841,17 @@ def file_rows(path):
     return value if isinstance(value, list) else [value]
 
 
-def parse_rows(path, rows, parse):
-    """Return a RowReport, and number of a row -> (format, item), what `parse` returns for it.
+def read_rows(path, parse, log):
+    """Return what `parse` makes of the rows of a file; log their RowReport.
 
-    rows: dicts, or lines of JSON; blank lines are skipped. parse(row, notes) adds (kind, name) of what
-    it does not use to the set `notes`, and raises RowError. Such rows are left out, and the report
-    counts them by fault.
+    Blank lines are skipped. parse(row, notes) returns a format and an item, and adds (kind, name) of
+    what it does not use to the set `notes`. Rows for which it raises RowError are left out, and the
+    report counts them by fault. Raises UserError if no row is left.
     """
     report = RowReport(path)
-    items = {}  # number -> (format, item)
+    items = []
     known = set()  # hashes of rows
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(file_rows(path), 1):
         if isinstance(row, bytes) and not row.strip():
             continue
         notes = set()
@@ -2865,33 +2861,25 @@ def parse_rows(path, rows, parse):
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
             report.fields = report.fields or ", ".join(row)
-            items[number] = parse(row, notes)
+            name, item = parse(row, notes)
         except UserError as error:  # a chat template refuses some conversations
-            report.leave_out(number, str(error))
+            report.left_out.setdefault(str(error), []).append(number)
             continue
+        items.append(item)
+        report.used[name] += 1
         digest = hash(repr(row))
         if digest in known:
             report.twice.append(number)
         known.add(digest)
         for kind, name in sorted(notes):
             report.notes.setdefault(kind, collections.Counter())[name] += 1
-    return report, items
-
-
-def finish_rows(report, items, log):
-    """Return the items of parse_rows that are left, without their formats; log the report.
-
-    Raises UserError if there are none.
-    """
-    report.used.update(name for name, _ in items.values())
-    report.twice = [number for number in report.twice if number in items]
     if not items:
         raise UserError(
             f"{str(report).removeprefix('data: ')}; must hold one usable row at least ('Your rows' in "
             f"docs/sft.md lists the forms); fields of the first row: {report.fields!r:.300}"
         )
     log(report)
-    return [item for _, item in items.values()]
+    return items
 
 
 # === end: reader ===
@@ -3462,11 +3450,6 @@ def answered_text(tokenizer, turns):
         )
     check_answer(tokenizer, turns, text)
     return text[: stop.end()], len(prompt)
-
-
-def read_rows(path, parse, log):
-    """Return what `parse` makes of the rows of a file, see parse_rows. Raises UserError."""
-    return finish_rows(*parse_rows(path, file_rows(path), parse), log)
 
 
 # === end: chat ===
@@ -5010,19 +4993,6 @@ def check_room(answering, turns, settings):
             )
 
 
-def leave_out_repeats(report, items):
-    """Leave out questions with the prompt of an earlier row, as training does. See parse_rows."""
-    firsts = {}  # prompt -> question of its first row
-    for number, (_, question) in [*items.items()]:
-        first = firsts.setdefault(json.dumps(question.turns), question)
-        if first is not question:
-            fault = "the prompt of an earlier row"
-            if first.problem["answer"] != question.problem["answer"]:
-                fault += ", with another answer"
-            del items[number]
-            report.leave_out(number, fault)
-
-
 def read_questions(answering, path, settings, log):
     """Return EVAL_PROMPTS questions of a file; with HELD_OUT of those that training holds out.
 
@@ -5031,6 +5001,7 @@ def read_questions(answering, path, settings, log):
     """
     is_rewarded = settings.score in ("task", "win") and not settings.score_judge
     wants_answers = needs_answer(f"{settings.reward},{settings.mark}")
+    firsts = {}  # prompt -> problem of its first row
 
     def parse(row, notes):
         problem = {"answer": None}
@@ -5042,11 +5013,15 @@ def read_questions(answering, path, settings, log):
         else:
             turns = row_prompt(row, notes)
         check_room(answering, turns, settings)
+        first = firsts.setdefault(json.dumps(turns), problem)
+        if first is not problem:
+            fault = "the prompt of an earlier row"
+            if first["answer"] != problem["answer"]:
+                fault += ", with another answer"
+            raise RowError(fault)
         return "problems" if is_rewarded else "prompts", Question(turns, problem)
 
-    report, items = parse_rows(path, file_rows(path), parse)
-    leave_out_repeats(report, items)
-    questions = finish_rows(report, items, log)
+    questions = read_rows(path, parse, log)
     columns = {}
     for question in questions:
         columns.update(dict.fromkeys(question.problem))

@@ -4682,10 +4682,6 @@ class RowReport:
     twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
     fields: str = ""  # names of the first row's
 
-    def leave_out(self, number, fault):
-        """Take note of a row that is not used."""
-        self.left_out.setdefault(fault, []).append(number)
-
     def facts(self):
         """Return what result.json has: reason -> number of rows."""
         left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
@@ -4845,17 +4841,17 @@ def file_rows(path):
     return value if isinstance(value, list) else [value]
 
 
-def parse_rows(path, rows, parse):
-    """Return a RowReport, and number of a row -> (format, item), what `parse` returns for it.
+def read_rows(path, parse, log):
+    """Return what `parse` makes of the rows of a file; log their RowReport.
 
-    rows: dicts, or lines of JSON; blank lines are skipped. parse(row, notes) adds (kind, name) of what
-    it does not use to the set `notes`, and raises RowError. Such rows are left out, and the report
-    counts them by fault.
+    Blank lines are skipped. parse(row, notes) returns a format and an item, and adds (kind, name) of
+    what it does not use to the set `notes`. Rows for which it raises RowError are left out, and the
+    report counts them by fault. Raises UserError if no row is left.
     """
     report = RowReport(path)
-    items = {}  # number -> (format, item)
+    items = []
     known = set()  # hashes of rows
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(file_rows(path), 1):
         if isinstance(row, bytes) and not row.strip():
             continue
         notes = set()
@@ -4865,33 +4861,25 @@ def parse_rows(path, rows, parse):
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
             report.fields = report.fields or ", ".join(row)
-            items[number] = parse(row, notes)
+            name, item = parse(row, notes)
         except UserError as error:  # a chat template refuses some conversations
-            report.leave_out(number, str(error))
+            report.left_out.setdefault(str(error), []).append(number)
             continue
+        items.append(item)
+        report.used[name] += 1
         digest = hash(repr(row))
         if digest in known:
             report.twice.append(number)
         known.add(digest)
         for kind, name in sorted(notes):
             report.notes.setdefault(kind, collections.Counter())[name] += 1
-    return report, items
-
-
-def finish_rows(report, items, log):
-    """Return the items of parse_rows that are left, without their formats; log the report.
-
-    Raises UserError if there are none.
-    """
-    report.used.update(name for name, _ in items.values())
-    report.twice = [number for number in report.twice if number in items]
     if not items:
         raise UserError(
             f"{str(report).removeprefix('data: ')}; must hold one usable row at least ('Your rows' in "
             f"docs/sft.md lists the forms); fields of the first row: {report.fields!r:.300}"
         )
     log(report)
-    return [item for _, item in items.values()]
+    return items
 
 
 # === end: reader ===
@@ -6305,7 +6293,7 @@ def read_problems(name, text, reward, check, log):
     """Return key -> problem of a setting's files, see problem_of; of equal prompts the first row counts.
 
     reward: names of the functions; with `exact` a row without an answer is left out. check: gets a
-    problem and a set of notes, see parse_rows; raises RowError for a prompt that cannot be used.
+    problem and a set of notes, see read_rows; raises RowError for a prompt that cannot be used.
     """
     wants_answers = needs_answer(reward)
     problems = {}
@@ -6315,20 +6303,17 @@ def read_problems(name, text, reward, check, log):
         check(problem, notes)
         if wants_answers:
             require_answer(problem)
+        first = problems.setdefault(json.dumps(query_turns(problem)), problem)
+        if first is not problem:
+            same = "the same" if first["answer"] == problem["answer"] else "another"
+            raise RowError(f"the prompt of an earlier row, with {same} answer")
         return "problems", problem
 
     for path in listed_files(name, text):
-        report, items = parse_rows(path, file_rows(path), parse)
-        unanswered = sum(not is_answered(problem) for _, problem in items.values())
+        used = read_rows(path, parse, log)
+        unanswered = sum(not is_answered(problem) for problem in used)
         if unanswered:
-            log(f"data: {path}: {unanswered} of {len(items)} problems have no answer")
-        for number, (_, problem) in [*items.items()]:
-            before = problems.setdefault(json.dumps(query_turns(problem)), problem)
-            if before is not problem:
-                same = "the same" if before["answer"] == problem["answer"] else "another"
-                del items[number]
-                report.leave_out(number, f"the prompt of an earlier row, with {same} answer")
-        finish_rows(report, items, log)
+            log(f"data: {path}: {unanswered} of {len(used)} problems have no answer")
     return problems
 
 
