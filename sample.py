@@ -3944,29 +3944,6 @@ def draw(logits, temperature, uniform, truncate=None):
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-class Uniform:
-    """Random numbers in [0, 1) of rows, by a seed for each; row and step decide a number.
-
-    They are drawn as they are needed: there may be any number of steps.
-    """
-
-    def __init__(self, seeds):
-        self.streams = [np.random.default_rng(seed) for seed in seeds]
-        self.drawn = 0  # numbers of each stream so far
-
-    def numbers(self, step):
-        """Return the numbers (rows,) of a step, which is not before the last one."""
-        while self.drawn <= step:
-            self.block = np.stack([stream.random(ROOM) for stream in self.streams])
-            self.drawn += ROOM
-        return torch.from_numpy(self.block[:, step % ROOM])
-
-    def take(self, rows):
-        """Go on with these rows alone."""
-        self.streams = [self.streams[row] for row in rows]
-        self.block = self.block[rows]
-
-
 @contextlib.contextmanager
 def heartbeat(say, describe):
     """A block that calls say(describe() and its seconds) every SAY_SECONDS; say may be None."""
@@ -4077,7 +4054,9 @@ def generate(
         rows = range(start, min(start + texts, len(samples)))
         first = start // count  # number of the first row's prompt
         live = samples[start : rows.stop]  # those of the decoder's rows; ended ones leave both
-        uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        streams = [np.random.default_rng([*seeds[row // count], row % count]) for row in rows]
+        uniform = np.stack([stream.random(max_new_tokens) for stream in streams])
+        uniform = torch.from_numpy(uniform).to(network.embed.device)  # (rows, tokens)
         # Each prompt is read once; then its cache is copied for each of its samples.
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
@@ -4086,8 +4065,7 @@ def generate(
         while step < max_new_tokens:
             if step:  # the prompts have given the first logits
                 decoder(picks)
-            numbers = uniform.numbers(step).to(decoder.logits.device)
-            picks, logps = draw(decoder.logits, temperature, numbers, truncate)
+            picks, logps = draw(decoder.logits, temperature, uniform[:, step], truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
@@ -4111,7 +4089,7 @@ def generate(
             share = 0.5 if decoder.logits.is_cuda else 0.8
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
-                uniform.take(running)
+                uniform = uniform[running]
                 decoder.take(running)
                 picks = picks[running]
     return samples
