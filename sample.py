@@ -4055,8 +4055,6 @@ def generate(
         first = start // count  # number of the first row's prompt
         live = samples[start : rows.stop]  # those of the decoder's rows; ended ones leave both
         streams = [np.random.default_rng([*seeds[row // count], row % count]) for row in rows]
-        uniform = np.stack([stream.random(max_new_tokens) for stream in streams])
-        uniform = torch.from_numpy(uniform).to(network.embed.device)  # (rows, tokens)
         # Each prompt is read once; then its cache is copied for each of its samples.
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
@@ -4065,7 +4063,9 @@ def generate(
         while step < max_new_tokens:
             if step:  # the prompts have given the first logits
                 decoder(picks)
-            picks, logps = draw(decoder.logits, temperature, uniform[:, step], truncate)
+            uniform = torch.tensor([stream.random() for stream in streams], dtype=torch.float64)
+            uniform = uniform.to(decoder.logits.device)
+            picks, logps = draw(decoder.logits, temperature, uniform, truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
@@ -4089,7 +4089,7 @@ def generate(
             share = 0.5 if decoder.logits.is_cuda else 0.8
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
-                uniform = uniform[running]
+                streams = [streams[row] for row in running]
                 decoder.take(running)
                 picks = picks[running]
     return samples
