@@ -4055,6 +4055,7 @@ def generate(
         first = start // count  # number of the first row's prompt
         live = samples[start : rows.stop]  # those of the decoder's rows; ended ones leave both
         streams = [np.random.default_rng([*seeds[row // count], row % count]) for row in rows]
+        uniform = torch.empty(len(rows), 0)  # numbers in [0, 1), by row and step, as far as needed
         # Each prompt is read once; then its cache is copied for each of its samples.
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
@@ -4063,9 +4064,11 @@ def generate(
         while step < max_new_tokens:
             if step:  # the prompts have given the first logits
                 decoder(picks)
-            uniform = torch.tensor([stream.random() for stream in streams], dtype=torch.float64)
-            uniform = uniform.to(decoder.logits.device)
-            picks, logps = draw(decoder.logits, temperature, uniform, truncate)
+            while step >= uniform.size(1):
+                block = np.stack([stream.random(ROOM) for stream in streams])
+                uniform = torch.cat([uniform, torch.from_numpy(block)], dim=1)
+            numbers = uniform[:, step].to(decoder.logits.device)
+            picks, logps = draw(decoder.logits, temperature, numbers, truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
@@ -4090,6 +4093,7 @@ def generate(
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
                 streams = [streams[row] for row in running]
+                uniform = uniform[running]
                 decoder.take(running)
                 picks = picks[running]
     return samples
