@@ -5705,7 +5705,12 @@ class Sample:
     given: list[int] = field(default_factory=list)  # ids of a reply that are to come
 
     def take(self, token, logp, stop):
-        """Go on by a drawn token, or by the next one of a reply; return it."""
+        """Go on by a drawn token, or by the next one of a reply; return it.
+
+        Raises FloatingPointError if the network's logits are not finite.
+        """
+        if not math.isfinite(logp):
+            raise FloatingPointError("the network gives logits that are not finite")
         if self.given:
             return self.listen(1)[0]
         self.ids.append(token)
@@ -5746,6 +5751,14 @@ def draw(logits, temperature, uniform, truncate=None):
     picks = torch.searchsorted(total, level, right=True)
     picks = picks.clamp(max=logits.size(1) - 1)  # NaN is above all totals
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
+
+
+def uniform_numbers(seeds):
+    """Yield random numbers in [0, 1), a tensor (rows,) for each step; seeds: one for each row."""
+    streams = [np.random.default_rng(seed) for seed in seeds]
+    while True:
+        block = np.stack([stream.random(ROOM) for stream in streams])
+        yield from torch.from_numpy(block).T
 
 
 @contextlib.contextmanager
@@ -5855,11 +5868,11 @@ def generate(
     longest = max(map(len, prompts), default=1)
     texts = texts_at_once(network, longest, longest + max_new_tokens, count)
     for start in range(0, len(samples), texts):
-        rows = range(start, min(start + texts, len(samples)))
+        live = samples[start : start + texts]  # those of the decoder's rows; ended ones leave both
+        rows = range(start, start + len(live))
         first = start // count  # number of the first row's prompt
-        live = samples[start : rows.stop]  # those of the decoder's rows; ended ones leave both
-        streams = [np.random.default_rng([*seeds[row // count], row % count]) for row in rows]
-        uniform = torch.empty(len(rows), 0)  # numbers in [0, 1), by row and step, as far as needed
+        places = torch.arange(len(rows))  # of the live ones among `rows`
+        uniform = uniform_numbers([[*seeds[row // count], row % count] for row in rows])
         # Each prompt is read once; then its cache is copied for each of its samples.
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
@@ -5868,16 +5881,11 @@ def generate(
         while step < max_new_tokens:
             if step:  # the prompts have given the first logits
                 decoder(picks)
-            while step >= uniform.size(1):
-                block = np.stack([stream.random(ROOM) for stream in streams])
-                uniform = torch.cat([uniform, torch.from_numpy(block)], dim=1)
-            numbers = uniform[:, step].to(decoder.logits.device)
+            numbers = next(uniform)[places].to(decoder.logits.device)
             picks, logps = draw(decoder.logits, temperature, numbers, truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
-                if not math.isfinite(logp):
-                    raise FloatingPointError("the network gives logits that are not finite")
                 if not live[row].finished:
                     tokens[row] = live[row].take(tokens[row], logp, stop)
             running = [row for row, sample in enumerate(live) if not sample.finished]
@@ -5885,9 +5893,11 @@ def generate(
                 break
             if live[0].reply:
                 # What all texts are told is read at once, not token by token.
-                told = min(len(live[row].given) for row in running)
-                told = min(told, max_new_tokens - step)
+                told = [len(live[row].given) for row in running]
+                told = min(*told, max_new_tokens - step)
                 step += told
+                for _ in range(told):
+                    next(uniform)  # row and step decide a number
                 pairs = zip(tokens, live, strict=True)
                 heard = [torch.tensor([token, *sample.listen(told)]) for token, sample in pairs]
                 picks = pad_sequence(heard, True).to(picks.device)  # finished texts hear nothing
@@ -5896,8 +5906,7 @@ def generate(
             share = 0.5 if decoder.logits.is_cuda else 0.8
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
-                streams = [streams[row] for row in running]
-                uniform = uniform[running]
+                places = places[running]
                 decoder.take(running)
                 picks = picks[running]
     return samples
