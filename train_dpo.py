@@ -6076,12 +6076,6 @@ def trained_rows(params):
     return rows
 
 
-def reduce_sharded(params, runtime, clip, extra):
-    """As reduce_gradients, of sharded parameters, whose gradients FSDP has summed."""
-    norm = nn.utils.clip_grad_norm_(params, clip or math.inf)
-    return norm.full_tensor(), runtime.sum(extra)
-
-
 def check_blocks(params):
     """Raise UserError if ranks would share a block of AdamW8bit's state, which is of 256 weights."""
     ranks = dist.get_world_size()
@@ -6254,14 +6248,13 @@ class Finetuner:
         self.micro_tokens = settings.micro_batch_tokens or runtime.agree(fitting_tokens(network))
         self.table = quant_table(settings.matrix_bits)
         self.qat = False  # whether weights are rounded as in the artifact
-        self.params = [param for param in network.parameters() if param.requires_grad]
         self.trained = trained_parameters(nn.ModuleList([network, *modules]), settings)
         self.sharded = list(self.trained.values())
         if settings.shard:
             if settings.optimizer == "adamw8bit":
                 check_blocks(self.trained)
             self.trained = trained_rows(self.trained)
-            self.params = list(self.trained.values())
+        self.params = list(self.trained.values())
         self.optimizers = make_optimizers(self.trained, settings, runtime)
         self.averages = {}
         for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
@@ -6298,9 +6291,10 @@ class Finetuner:
     def reduce_gradients(self, extra):
         """Return what the function reduce_gradients does, of a sharded network, too."""
         clip = self.settings.grad_clip_norm
-        if self.settings.shard:
-            return reduce_sharded(self.sharded, self.runtime, clip, extra)
-        grads = [param.grad for param in self.trained.values()]
+        if self.settings.shard:  # FSDP has summed the gradients
+            norm = nn.utils.clip_grad_norm_(self.sharded, clip or math.inf)
+            return norm.full_tensor(), self.runtime.sum(extra)
+        grads = [param.grad for param in self.params]
         return reduce_gradients(grads, self.runtime, clip, extra)
 
     def begin_step(self, run):

@@ -6899,19 +6899,6 @@ class Rollout:
         return groups_of(answers, len(answers) // count)
 
 
-def prompt_of(query):
-    """Return the prompt of a query: itself, or its `prompt` if it is a dict: a string, or messages.
-
-    Raises UserError.
-    """
-    prompt = query.get("prompt") if isinstance(query, dict) else query
-    if not isinstance(prompt, str | list):
-        raise UserError(
-            f"prompts: must be strings, or dicts with a string `prompt`, not {query!r:.80}"
-        )
-    return prompt
-
-
 def deal(costs, ranks, size):
     """Return for each rank the numbers of the queries that it answers.
 
@@ -7231,9 +7218,9 @@ class PolicyTrainer:
         """
         rows = []
         for answer in answers:
-            row = answer.query if isinstance(answer.query, dict) else {}
-            row = {**self.columns, **row, "completion_ids": answer.ids}
-            rows.append({**row, "prompt": prompt_of(answer.query)})
+            query = answer.query
+            row = query if isinstance(query, dict) else {"prompt": query}
+            rows.append({**self.columns, **row, "completion_ids": answer.ids})
         texts = [answer.text for answer in answers]
         fault = None
         try:
