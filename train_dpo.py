@@ -6652,8 +6652,8 @@ class DPOTrainer(Finetuner, Stateful):
     """A policy, or with OBJECTIVE=reward a reward model, that learns from pairs."""
 
     STATE = ("start",)
-    # Scores before the first step: the reference's of the pairs that are read, to choose and held
-    # out, and those of held-out pairs.
+    # Scores before the first step: the reference's of the pairs to train on, to choose and held out,
+    # and those of held-out pairs.
     start = ()
 
     @property
@@ -6822,23 +6822,19 @@ def main():
     if checkpoint:
         run.load(checkpoint, ("ema", "swa"), "cpu" if settings.shard else None)
     else:
-        reference = reference_scores(trainer, parts, needed, run)
+        scores = reference_scores(trainer, parts, needed, run)
+        of_needed, *others = scores.split([*map(len, parts)])
+        of_train = scores.new_full((len(data.train), 2), math.nan)  # where there are none
+        of_train[needed] = of_needed
         log(f"first scores: of {len(data.held_out)} held-out pairs, and some answers")
-        trainer.start = (reference, trainer.score(data.held_out, log))
-    reference, held_out_start = [scores.cpu() for scores in trainer.start]
-    others = [len(data.choice), len(data.held_out)]
-    count = len(reference) - sum(others)  # of training; a resumed run may have planned fewer steps
-    scored = list(range(len(data.train)))
-    if count < len(scored):
-        scored = sorted([*dict.fromkeys(epoch_order(0))][:count])  # those that are read first
-    if not set(needed) <= set(scored):
+        trainer.start = (of_train, *others, trainer.score(data.held_out, log))
+    start = [scores.cpu() for scores in trainer.start]
+    reference, choice_reference, held_out_reference, held_out_start = start
+    if checkpoint and reference[needed].isnan().any():  # it may have planned fewer steps
         raise UserError(
             f"ITERATIONS={settings.iterations}: must not be more under RESUME, because the reference "
             "scored only the pairs that the run was to read; more steps need a new run"
         )
-    of_train, choice_reference, held_out_reference = reference.split([count, *others])
-    reference = of_train.new_full((len(data.train), 2), math.nan)
-    reference[scored] = of_train
 
     def record(title):
         """Record answers of the policy; a reward model writes none."""
