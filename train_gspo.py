@@ -7906,8 +7906,9 @@ def episode_metrics(trainer, episodes):
     means, _ = moments(facts.T, trainer.runtime)
     metrics = dict(zip(("turns", "cut", "dropped"), means.tolist(), strict=True))
     fault = next((episode.fault for episode in episodes if episode.fault), None)
-    fault = first_of_ranks(fault, trainer.runtime)
     if metrics["dropped"] > 0.1:
+        fault = next((episode.fault for episode in episodes if episode.fault), None)
+        fault = first_of_ranks(fault, trainer.runtime)
         raise RewardFault(
             f"ENVIRONMENT={trainer.settings.environment!r}: {metrics['dropped']:.0%} of the "
             f"episodes have a fault, at most 10% may; {fault}"
