@@ -2713,10 +2713,6 @@ class RowReport:
     twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
     fields: str = ""  # names of the first row's
 
-    def leave_out(self, number, fault):
-        """Take note of a row that is not used."""
-        self.left_out.setdefault(fault, []).append(number)
-
     def facts(self):
         """Return what result.json has: reason -> number of rows."""
         left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
@@ -2876,17 +2872,17 @@ def file_rows(path):
     return value if isinstance(value, list) else [value]
 
 
-def parse_rows(path, rows, parse):
-    """Return a RowReport, and number of a row -> (format, item), what `parse` returns for it.
+def read_rows(path, parse, log):
+    """Return what `parse` makes of the rows of a file; log their RowReport.
 
-    rows: dicts, or lines of JSON; blank lines are skipped. parse(row, notes) adds (kind, name) of what
-    it does not use to the set `notes`, and raises RowError. Such rows are left out, and the report
-    counts them by fault.
+    Blank lines are skipped. parse(row, notes) returns a format and an item, and adds (kind, name) of
+    what it does not use to the set `notes`. Rows for which it raises RowError are left out, and the
+    report counts them by fault. Raises UserError if no row is left.
     """
     report = RowReport(path)
-    items = {}  # number -> (format, item)
+    items = []
     known = set()  # hashes of rows
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(file_rows(path), 1):
         if isinstance(row, bytes) and not row.strip():
             continue
         notes = set()
@@ -2896,33 +2892,25 @@ def parse_rows(path, rows, parse):
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
             report.fields = report.fields or ", ".join(row)
-            items[number] = parse(row, notes)
+            name, item = parse(row, notes)
         except UserError as error:  # a chat template refuses some conversations
-            report.leave_out(number, str(error))
+            report.left_out.setdefault(str(error), []).append(number)
             continue
+        items.append(item)
+        report.used[name] += 1
         digest = hash(repr(row))
         if digest in known:
             report.twice.append(number)
         known.add(digest)
         for kind, name in sorted(notes):
             report.notes.setdefault(kind, collections.Counter())[name] += 1
-    return report, items
-
-
-def finish_rows(report, items, log):
-    """Return the items of parse_rows that are left, without their formats; log the report.
-
-    Raises UserError if there are none.
-    """
-    report.used.update(name for name, _ in items.values())
-    report.twice = [number for number in report.twice if number in items]
     if not items:
         raise UserError(
             f"{str(report).removeprefix('data: ')}; must hold one usable row at least ('Your rows' in "
             f"docs/sft.md lists the forms); fields of the first row: {report.fields!r:.300}"
         )
     log(report)
-    return [item for _, item in items.values()]
+    return items
 
 
 # === end: reader ===
@@ -3495,11 +3483,6 @@ def answered_text(tokenizer, turns):
     return text[: stop.end()], len(prompt)
 
 
-def read_rows(path, parse, log):
-    """Return what `parse` makes of the rows of a file, see parse_rows. Raises UserError."""
-    return finish_rows(*parse_rows(path, file_rows(path), parse), log)
-
-
 # === end: chat ===
 
 
@@ -3949,7 +3932,12 @@ class Sample:
     given: list[int] = field(default_factory=list)  # ids of a reply that are to come
 
     def take(self, token, logp, stop):
-        """Go on by a drawn token, or by the next one of a reply; return it."""
+        """Go on by a drawn token, or by the next one of a reply; return it.
+
+        Raises FloatingPointError if the network's logits are not finite.
+        """
+        if not math.isfinite(logp):
+            raise FloatingPointError("the network gives logits that are not finite")
         if self.given:
             return self.listen(1)[0]
         self.ids.append(token)
@@ -3992,27 +3980,12 @@ def draw(logits, temperature, uniform, truncate=None):
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-class Uniform:
-    """Random numbers in [0, 1) of rows, by a seed for each; row and step decide a number.
-
-    They are drawn as they are needed: there may be any number of steps.
-    """
-
-    def __init__(self, seeds):
-        self.streams = [np.random.default_rng(seed) for seed in seeds]
-        self.drawn = 0  # numbers of each stream so far
-
-    def numbers(self, step):
-        """Return the numbers (rows,) of a step, which is not before the last one."""
-        while self.drawn <= step:
-            self.block = np.stack([stream.random(ROOM) for stream in self.streams])
-            self.drawn += ROOM
-        return torch.from_numpy(self.block[:, step % ROOM])
-
-    def take(self, rows):
-        """Go on with these rows alone."""
-        self.streams = [self.streams[row] for row in rows]
-        self.block = self.block[rows]
+def uniform_numbers(seeds):
+    """Yield random numbers in [0, 1), a tensor (rows,) for each step; seeds: one for each row."""
+    streams = [np.random.default_rng(seed) for seed in seeds]
+    while True:
+        block = np.stack([stream.random(ROOM) for stream in streams])
+        yield from torch.from_numpy(block).T
 
 
 @contextlib.contextmanager
@@ -4122,10 +4095,11 @@ def generate(
     longest = max(map(len, prompts), default=1)
     texts = texts_at_once(network, longest, longest + max_new_tokens, count)
     for start in range(0, len(samples), texts):
-        rows = range(start, min(start + texts, len(samples)))
+        live = samples[start : start + texts]  # those of the decoder's rows; ended ones leave both
+        rows = range(start, start + len(live))
         first = start // count  # number of the first row's prompt
-        live = samples[start : rows.stop]  # those of the decoder's rows; ended ones leave both
-        uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        places = torch.arange(len(rows))  # of the live ones among `rows`
+        uniform = uniform_numbers([[*seeds[row // count], row % count] for row in rows])
         # Each prompt is read once; then its cache is copied for each of its samples.
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
@@ -4134,13 +4108,11 @@ def generate(
         while step < max_new_tokens:
             if step:  # the prompts have given the first logits
                 decoder(picks)
-            numbers = uniform.numbers(step).to(decoder.logits.device)
+            numbers = next(uniform)[places].to(decoder.logits.device)
             picks, logps = draw(decoder.logits, temperature, numbers, truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
-                if not math.isfinite(logp):
-                    raise FloatingPointError("the network gives logits that are not finite")
                 if not live[row].finished:
                     tokens[row] = live[row].take(tokens[row], logp, stop)
             running = [row for row, sample in enumerate(live) if not sample.finished]
@@ -4148,9 +4120,11 @@ def generate(
                 break
             if live[0].reply:
                 # What all texts are told is read at once, not token by token.
-                told = min(len(live[row].given) for row in running)
-                told = min(told, max_new_tokens - step)
+                told = [len(live[row].given) for row in running]
+                told = min(*told, max_new_tokens - step)
                 step += told
+                for _ in range(told):
+                    next(uniform)  # row and step decide a number
                 pairs = zip(tokens, live, strict=True)
                 heard = [torch.tensor([token, *sample.listen(told)]) for token, sample in pairs]
                 picks = pad_sequence(heard, True).to(picks.device)  # finished texts hear nothing
@@ -4159,7 +4133,7 @@ def generate(
             share = 0.5 if decoder.logits.is_cuda else 0.8
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
-                uniform.take(running)
+                places = places[running]
                 decoder.take(running)
                 picks = picks[running]
     return samples
@@ -5043,19 +5017,6 @@ def check_room(answering, turns, settings):
             )
 
 
-def leave_out_repeats(report, items):
-    """Leave out questions with the prompt of an earlier row, as training does. See parse_rows."""
-    firsts = {}  # prompt -> question of its first row
-    for number, (_, question) in [*items.items()]:
-        first = firsts.setdefault(json.dumps(question.turns), question)
-        if first is not question:
-            fault = "the prompt of an earlier row"
-            if first.problem["answer"] != question.problem["answer"]:
-                fault += ", with another answer"
-            del items[number]
-            report.leave_out(number, fault)
-
-
 def read_questions(answering, path, settings, log):
     """Return EVAL_PROMPTS questions of a file; with HELD_OUT of those that training holds out.
 
@@ -5064,6 +5025,7 @@ def read_questions(answering, path, settings, log):
     """
     is_rewarded = settings.score in ("task", "win") and not settings.score_judge
     wants_answers = needs_answer(f"{settings.reward},{settings.mark}")
+    firsts = {}  # prompt -> problem of its first row
 
     def parse(row, notes):
         problem = {"answer": None}
@@ -5075,11 +5037,15 @@ def read_questions(answering, path, settings, log):
         else:
             turns = row_prompt(row, notes)
         check_room(answering, turns, settings)
+        first = firsts.setdefault(json.dumps(turns), problem)
+        if first is not problem:
+            fault = "the prompt of an earlier row"
+            if first["answer"] != problem["answer"]:
+                fault += ", with another answer"
+            raise RowError(fault)
         return "problems" if is_rewarded else "prompts", Question(turns, problem)
 
-    report, items = parse_rows(path, file_rows(path), parse)
-    leave_out_repeats(report, items)
-    questions = finish_rows(report, items, log)
+    questions = read_rows(path, parse, log)
     columns = {}
     for question in questions:
         columns.update(dict.fromkeys(question.problem))

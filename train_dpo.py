@@ -4705,10 +4705,6 @@ class RowReport:
     twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
     fields: str = ""  # names of the first row's
 
-    def leave_out(self, number, fault):
-        """Take note of a row that is not used."""
-        self.left_out.setdefault(fault, []).append(number)
-
     def facts(self):
         """Return what result.json has: reason -> number of rows."""
         left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
@@ -4868,17 +4864,17 @@ def file_rows(path):
     return value if isinstance(value, list) else [value]
 
 
-def parse_rows(path, rows, parse):
-    """Return a RowReport, and number of a row -> (format, item), what `parse` returns for it.
+def read_rows(path, parse, log):
+    """Return what `parse` makes of the rows of a file; log their RowReport.
 
-    rows: dicts, or lines of JSON; blank lines are skipped. parse(row, notes) adds (kind, name) of what
-    it does not use to the set `notes`, and raises RowError. Such rows are left out, and the report
-    counts them by fault.
+    Blank lines are skipped. parse(row, notes) returns a format and an item, and adds (kind, name) of
+    what it does not use to the set `notes`. Rows for which it raises RowError are left out, and the
+    report counts them by fault. Raises UserError if no row is left.
     """
     report = RowReport(path)
-    items = {}  # number -> (format, item)
+    items = []
     known = set()  # hashes of rows
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(file_rows(path), 1):
         if isinstance(row, bytes) and not row.strip():
             continue
         notes = set()
@@ -4888,33 +4884,25 @@ def parse_rows(path, rows, parse):
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
             report.fields = report.fields or ", ".join(row)
-            items[number] = parse(row, notes)
+            name, item = parse(row, notes)
         except UserError as error:  # a chat template refuses some conversations
-            report.leave_out(number, str(error))
+            report.left_out.setdefault(str(error), []).append(number)
             continue
+        items.append(item)
+        report.used[name] += 1
         digest = hash(repr(row))
         if digest in known:
             report.twice.append(number)
         known.add(digest)
         for kind, name in sorted(notes):
             report.notes.setdefault(kind, collections.Counter())[name] += 1
-    return report, items
-
-
-def finish_rows(report, items, log):
-    """Return the items of parse_rows that are left, without their formats; log the report.
-
-    Raises UserError if there are none.
-    """
-    report.used.update(name for name, _ in items.values())
-    report.twice = [number for number in report.twice if number in items]
     if not items:
         raise UserError(
             f"{str(report).removeprefix('data: ')}; must hold one usable row at least ('Your rows' in "
             f"docs/sft.md lists the forms); fields of the first row: {report.fields!r:.300}"
         )
     log(report)
-    return [item for _, item in items.values()]
+    return items
 
 
 # === end: reader ===
@@ -5487,11 +5475,6 @@ def answered_text(tokenizer, turns):
     return text[: stop.end()], len(prompt)
 
 
-def read_rows(path, parse, log):
-    """Return what `parse` makes of the rows of a file, see parse_rows. Raises UserError."""
-    return finish_rows(*parse_rows(path, file_rows(path), parse), log)
-
-
 # === end: chat ===
 
 
@@ -5657,7 +5640,7 @@ def refuse_long(turns, tokens):
 
 
 def read_examples(settings, parse, log):
-    """Return Examples of TRAIN_FILES and VAL_FILES; parse: see parse_rows.
+    """Return Examples of TRAIN_FILES and VAL_FILES; parse: see read_rows.
 
     Without VAL_FILES one prompt in ten is held out, with all its examples of all files. With them,
     examples whose prompt is there are left out of training. Raises UserError.
@@ -6127,12 +6110,6 @@ def trained_rows(params):
     return rows
 
 
-def reduce_sharded(params, runtime, clip, extra):
-    """As reduce_gradients, of sharded parameters, whose gradients FSDP has summed."""
-    norm = nn.utils.clip_grad_norm_(params, clip or math.inf)
-    return norm.full_tensor(), runtime.sum(extra)
-
-
 def check_blocks(params):
     """Raise UserError if ranks would share a block of AdamW8bit's state, which is of 256 weights."""
     ranks = dist.get_world_size()
@@ -6305,14 +6282,13 @@ class Finetuner:
         self.micro_tokens = settings.micro_batch_tokens or runtime.agree(fitting_tokens(network))
         self.table = quant_table(settings.matrix_bits)
         self.qat = False  # whether weights are rounded as in the artifact
-        self.params = [param for param in network.parameters() if param.requires_grad]
         self.trained = trained_parameters(nn.ModuleList([network, *modules]), settings)
         self.sharded = list(self.trained.values())
         if settings.shard:
             if settings.optimizer == "adamw8bit":
                 check_blocks(self.trained)
             self.trained = trained_rows(self.trained)
-            self.params = list(self.trained.values())
+        self.params = list(self.trained.values())
         self.optimizers = make_optimizers(self.trained, settings, runtime)
         self.averages = {}
         for name, memory in (("ema", EMA_MEMORY), ("swa", None)):
@@ -6349,9 +6325,10 @@ class Finetuner:
     def reduce_gradients(self, extra):
         """Return what the function reduce_gradients does, of a sharded network, too."""
         clip = self.settings.grad_clip_norm
-        if self.settings.shard:
-            return reduce_sharded(self.sharded, self.runtime, clip, extra)
-        grads = [param.grad for param in self.trained.values()]
+        if self.settings.shard:  # FSDP has summed the gradients
+            norm = nn.utils.clip_grad_norm_(self.sharded, clip or math.inf)
+            return norm.full_tensor(), self.runtime.sum(extra)
+        grads = [param.grad for param in self.params]
         return reduce_gradients(grads, self.runtime, clip, extra)
 
     def begin_step(self, run):
@@ -6709,8 +6686,8 @@ class DPOTrainer(Finetuner, Stateful):
     """A policy, or with OBJECTIVE=reward a reward model, that learns from pairs."""
 
     STATE = ("start",)
-    # Scores before the first step: the reference's of the pairs that are read, to choose and held
-    # out, and those of held-out pairs.
+    # Scores before the first step: the reference's of the pairs to train on, to choose and held out,
+    # and those of held-out pairs.
     start = ()
 
     @property
@@ -6879,23 +6856,19 @@ def main():
     if checkpoint:
         run.load(checkpoint, ("ema", "swa"), "cpu" if settings.shard else None)
     else:
-        reference = reference_scores(trainer, parts, needed, run)
+        scores = reference_scores(trainer, parts, needed, run)
+        of_needed, *others = scores.split([*map(len, parts)])
+        of_train = scores.new_full((len(data.train), 2), math.nan)  # where there are none
+        of_train[needed] = of_needed
         log(f"first scores: of {len(data.held_out)} held-out pairs, and some answers")
-        trainer.start = (reference, trainer.score(data.held_out, log))
-    reference, held_out_start = [scores.cpu() for scores in trainer.start]
-    others = [len(data.choice), len(data.held_out)]
-    count = len(reference) - sum(others)  # of training; a resumed run may have planned fewer steps
-    scored = list(range(len(data.train)))
-    if count < len(scored):
-        scored = sorted([*dict.fromkeys(epoch_order(0))][:count])  # those that are read first
-    if not set(needed) <= set(scored):
+        trainer.start = (of_train, *others, trainer.score(data.held_out, log))
+    start = [scores.cpu() for scores in trainer.start]
+    reference, choice_reference, held_out_reference, held_out_start = start
+    if checkpoint and reference[needed].isnan().any():  # it may have planned fewer steps
         raise UserError(
             f"ITERATIONS={settings.iterations}: must not be more under RESUME, because the reference "
             "scored only the pairs that the run was to read; more steps need a new run"
         )
-    of_train, choice_reference, held_out_reference = reference.split([count, *others])
-    reference = of_train.new_full((len(data.train), 2), math.nan)
-    reference[scored] = of_train
 
     def record(title):
         """Record answers of the policy; a reward model writes none."""

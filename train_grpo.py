@@ -4748,10 +4748,6 @@ class RowReport:
     twice: list = field(default_factory=list)  # numbers of rows that are equal to an earlier one
     fields: str = ""  # names of the first row's
 
-    def leave_out(self, number, fault):
-        """Take note of a row that is not used."""
-        self.left_out.setdefault(fault, []).append(number)
-
     def facts(self):
         """Return what result.json has: reason -> number of rows."""
         left_out = {fault: len(numbers) for fault, numbers in self.left_out.items()}
@@ -4911,17 +4907,17 @@ def file_rows(path):
     return value if isinstance(value, list) else [value]
 
 
-def parse_rows(path, rows, parse):
-    """Return a RowReport, and number of a row -> (format, item), what `parse` returns for it.
+def read_rows(path, parse, log):
+    """Return what `parse` makes of the rows of a file; log their RowReport.
 
-    rows: dicts, or lines of JSON; blank lines are skipped. parse(row, notes) adds (kind, name) of what
-    it does not use to the set `notes`, and raises RowError. Such rows are left out, and the report
-    counts them by fault.
+    Blank lines are skipped. parse(row, notes) returns a format and an item, and adds (kind, name) of
+    what it does not use to the set `notes`. Rows for which it raises RowError are left out, and the
+    report counts them by fault. Raises UserError if no row is left.
     """
     report = RowReport(path)
-    items = {}  # number -> (format, item)
+    items = []
     known = set()  # hashes of rows
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(file_rows(path), 1):
         if isinstance(row, bytes) and not row.strip():
             continue
         notes = set()
@@ -4931,33 +4927,25 @@ def parse_rows(path, rows, parse):
             if not isinstance(row, dict):
                 raise RowError("no JSON object")
             report.fields = report.fields or ", ".join(row)
-            items[number] = parse(row, notes)
+            name, item = parse(row, notes)
         except UserError as error:  # a chat template refuses some conversations
-            report.leave_out(number, str(error))
+            report.left_out.setdefault(str(error), []).append(number)
             continue
+        items.append(item)
+        report.used[name] += 1
         digest = hash(repr(row))
         if digest in known:
             report.twice.append(number)
         known.add(digest)
         for kind, name in sorted(notes):
             report.notes.setdefault(kind, collections.Counter())[name] += 1
-    return report, items
-
-
-def finish_rows(report, items, log):
-    """Return the items of parse_rows that are left, without their formats; log the report.
-
-    Raises UserError if there are none.
-    """
-    report.used.update(name for name, _ in items.values())
-    report.twice = [number for number in report.twice if number in items]
     if not items:
         raise UserError(
             f"{str(report).removeprefix('data: ')}; must hold one usable row at least ('Your rows' in "
             f"docs/sft.md lists the forms); fields of the first row: {report.fields!r:.300}"
         )
     log(report)
-    return [item for _, item in items.values()]
+    return items
 
 
 # === end: reader ===
@@ -5769,7 +5757,12 @@ class Sample:
     given: list[int] = field(default_factory=list)  # ids of a reply that are to come
 
     def take(self, token, logp, stop):
-        """Go on by a drawn token, or by the next one of a reply; return it."""
+        """Go on by a drawn token, or by the next one of a reply; return it.
+
+        Raises FloatingPointError if the network's logits are not finite.
+        """
+        if not math.isfinite(logp):
+            raise FloatingPointError("the network gives logits that are not finite")
         if self.given:
             return self.listen(1)[0]
         self.ids.append(token)
@@ -5812,27 +5805,12 @@ def draw(logits, temperature, uniform, truncate=None):
     return picks[:, 0], chances.gather(1, picks)[:, 0].log()
 
 
-class Uniform:
-    """Random numbers in [0, 1) of rows, by a seed for each; row and step decide a number.
-
-    They are drawn as they are needed: there may be any number of steps.
-    """
-
-    def __init__(self, seeds):
-        self.streams = [np.random.default_rng(seed) for seed in seeds]
-        self.drawn = 0  # numbers of each stream so far
-
-    def numbers(self, step):
-        """Return the numbers (rows,) of a step, which is not before the last one."""
-        while self.drawn <= step:
-            self.block = np.stack([stream.random(ROOM) for stream in self.streams])
-            self.drawn += ROOM
-        return torch.from_numpy(self.block[:, step % ROOM])
-
-    def take(self, rows):
-        """Go on with these rows alone."""
-        self.streams = [self.streams[row] for row in rows]
-        self.block = self.block[rows]
+def uniform_numbers(seeds):
+    """Yield random numbers in [0, 1), a tensor (rows,) for each step; seeds: one for each row."""
+    streams = [np.random.default_rng(seed) for seed in seeds]
+    while True:
+        block = np.stack([stream.random(ROOM) for stream in streams])
+        yield from torch.from_numpy(block).T
 
 
 @contextlib.contextmanager
@@ -5942,10 +5920,11 @@ def generate(
     longest = max(map(len, prompts), default=1)
     texts = texts_at_once(network, longest, longest + max_new_tokens, count)
     for start in range(0, len(samples), texts):
-        rows = range(start, min(start + texts, len(samples)))
+        live = samples[start : start + texts]  # those of the decoder's rows; ended ones leave both
+        rows = range(start, start + len(live))
         first = start // count  # number of the first row's prompt
-        live = samples[start : rows.stop]  # those of the decoder's rows; ended ones leave both
-        uniform = Uniform([[*seeds[row // count], row % count] for row in rows])
+        places = torch.arange(len(rows))  # of the live ones among `rows`
+        uniform = uniform_numbers([[*seeds[row // count], row % count] for row in rows])
         # Each prompt is read once; then its cache is copied for each of its samples.
         decoder = Decoder(network, prompts[first : rows[-1] // count + 1], compiled)
         decoder.take([row // count - first for row in rows])
@@ -5954,13 +5933,11 @@ def generate(
         while step < max_new_tokens:
             if step:  # the prompts have given the first logits
                 decoder(picks)
-            numbers = uniform.numbers(step).to(decoder.logits.device)
+            numbers = next(uniform)[places].to(decoder.logits.device)
             picks, logps = draw(decoder.logits, temperature, numbers, truncate)
             step += 1
             tokens = picks.tolist()
             for row, logp in enumerate(logps.tolist()):
-                if not math.isfinite(logp):
-                    raise FloatingPointError("the network gives logits that are not finite")
                 if not live[row].finished:
                     tokens[row] = live[row].take(tokens[row], logp, stop)
             running = [row for row, sample in enumerate(live) if not sample.finished]
@@ -5968,9 +5945,11 @@ def generate(
                 break
             if live[0].reply:
                 # What all texts are told is read at once, not token by token.
-                told = min(len(live[row].given) for row in running)
-                told = min(told, max_new_tokens - step)
+                told = [len(live[row].given) for row in running]
+                told = min(*told, max_new_tokens - step)
                 step += told
+                for _ in range(told):
+                    next(uniform)  # row and step decide a number
                 pairs = zip(tokens, live, strict=True)
                 heard = [torch.tensor([token, *sample.listen(told)]) for token, sample in pairs]
                 picks = pad_sequence(heard, True).to(picks.device)  # finished texts hear nothing
@@ -5979,7 +5958,7 @@ def generate(
             share = 0.5 if decoder.logits.is_cuda else 0.8
             if 1 < len(running) < share * len(live):
                 live = [live[row] for row in running]
-                uniform.take(running)
+                places = places[running]
                 decoder.take(running)
                 picks = picks[running]
     return samples
@@ -6371,7 +6350,7 @@ def read_problems(name, text, reward, check, log):
     """Return key -> problem of a setting's files, see problem_of; of equal prompts the first row counts.
 
     reward: names of the functions; with `exact` a row without an answer is left out. check: gets a
-    problem and a set of notes, see parse_rows; raises RowError for a prompt that cannot be used.
+    problem and a set of notes, see read_rows; raises RowError for a prompt that cannot be used.
     """
     wants_answers = needs_answer(reward)
     problems = {}
@@ -6381,20 +6360,17 @@ def read_problems(name, text, reward, check, log):
         check(problem, notes)
         if wants_answers:
             require_answer(problem)
+        first = problems.setdefault(json.dumps(query_turns(problem)), problem)
+        if first is not problem:
+            same = "the same" if first["answer"] == problem["answer"] else "another"
+            raise RowError(f"the prompt of an earlier row, with {same} answer")
         return "problems", problem
 
     for path in listed_files(name, text):
-        report, items = parse_rows(path, file_rows(path), parse)
-        unanswered = sum(not is_answered(problem) for _, problem in items.values())
+        used = read_rows(path, parse, log)
+        unanswered = sum(not is_answered(problem) for problem in used)
         if unanswered:
-            log(f"data: {path}: {unanswered} of {len(items)} problems have no answer")
-        for number, (_, problem) in [*items.items()]:
-            before = problems.setdefault(json.dumps(query_turns(problem)), problem)
-            if before is not problem:
-                same = "the same" if before["answer"] == problem["answer"] else "another"
-                del items[number]
-                report.leave_out(number, f"the prompt of an earlier row, with {same} answer")
-        finish_rows(report, items, log)
+            log(f"data: {path}: {unanswered} of {len(used)} problems have no answer")
     return problems
 
 
@@ -7000,19 +6976,6 @@ class Rollout:
         return groups_of(answers, len(answers) // count)
 
 
-def prompt_of(query):
-    """Return the prompt of a query: itself, or its `prompt` if it is a dict: a string, or messages.
-
-    Raises UserError.
-    """
-    prompt = query.get("prompt") if isinstance(query, dict) else query
-    if not isinstance(prompt, str | list):
-        raise UserError(
-            f"prompts: must be strings, or dicts with a string `prompt`, not {query!r:.80}"
-        )
-    return prompt
-
-
 def deal(costs, ranks, size):
     """Return for each rank the numbers of the queries that it answers.
 
@@ -7159,12 +7122,10 @@ def require_part(settings, name, part):
 
 def first_of_ranks(value, runtime):
     """Return on all ranks the value of the first rank that has one; value: None, or of any type."""
-    if not runtime.sum(torch.tensor(float(value is not None), device=runtime.device)):
-        return None
     values = [value] * runtime.world_size
     if runtime.distributed:
         dist.all_gather_object(values, value)
-    return next(value for value in values if value is not None)
+    return next((value for value in values if value is not None), None)
 
 
 def raise_first(fault, runtime, log):
@@ -7332,9 +7293,9 @@ class PolicyTrainer:
         """
         rows = []
         for answer in answers:
-            row = answer.query if isinstance(answer.query, dict) else {}
-            row = {**self.columns, **row, "completion_ids": answer.ids}
-            rows.append({**row, "prompt": prompt_of(answer.query)})
+            query = answer.query
+            row = query if isinstance(query, dict) else {"prompt": query}
+            rows.append({**self.columns, **row, "completion_ids": answer.ids})
         texts = [answer.text for answer in answers]
         fault = None
         try:
@@ -8022,8 +7983,9 @@ def episode_metrics(trainer, episodes):
     means, _ = moments(facts.T, trainer.runtime)
     metrics = dict(zip(("turns", "cut", "dropped"), means.tolist(), strict=True))
     fault = next((episode.fault for episode in episodes if episode.fault), None)
-    fault = first_of_ranks(fault, trainer.runtime)
     if metrics["dropped"] > 0.1:
+        fault = next((episode.fault for episode in episodes if episode.fault), None)
+        fault = first_of_ranks(fault, trainer.runtime)
         raise RewardFault(
             f"ENVIRONMENT={trainer.settings.environment!r}: {metrics['dropped']:.0%} of the "
             f"episodes have a fault, at most 10% may; {fault}"

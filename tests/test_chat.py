@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from dataclasses import replace
 from datetime import date
+from unittest import mock
 
 import pytest
 import torch
@@ -218,6 +219,14 @@ ROWS = [  # a row of a file; its turns in our layout, see `written`; what the lo
 ]
 
 
+def rows_read(module, rows, parse):
+    """Return the items of rows, and their RowReport, as of a file that has these rows."""
+    log = []
+    with mock.patch.object(module, "file_rows", lambda path: rows):
+        items = module.read_rows("x", parse, log.append)
+    return items, log[0]
+
+
 def parse_fitted(row, notes):
     """Return the format and turns of a row, as train_sft.py reads them."""
     name, turns = F.row_turns(row, notes)
@@ -227,11 +236,9 @@ def parse_fitted(row, notes):
 @pytest.mark.parametrize(("line", "text", "note"), ROWS)
 def test_what_a_row_has_is_written_or_named(line, text, note):
     """Nothing is dropped in silence; fields that are null are none."""
-    log = []
-    parts = F.parse_rows("x", [line.encode()], parse_fitted)
-    [turns] = F.finish_rows(*parts, log.append)
+    [turns], report = rows_read(F, [line.encode()], parse_fitted)
     assert written(turns) == text
-    assert str(log[0]).partition("; left out none")[2] == (note and f"; {note} 1")
+    assert str(report).partition("; left out none")[2] == (note and f"; {note} 1")
 
 
 def text_of(ids):
@@ -545,18 +552,18 @@ def test_mutated_rows_are_read_whole_or_left_out():
         settings = module.Settings(train_seq_len=2048, **changes)
         line = json.dumps(row).encode()
         templated = functools.partial(parse, tokenizer=TEMPLATED, settings=settings)
-        module.parse_rows("x", [line], templated)
+        with contextlib.suppress(module.UserError):
+            rows_read(module, [line], templated)
         parse = functools.partial(parse, tokenizer=BYTES, settings=settings)
-        log = []
         try:
-            [item] = module.finish_rows(*module.parse_rows("x", [line], parse), log.append)
+            [item], report = rows_read(module, [line], parse)
         except module.UserError as error:
             assert "left out" in str(error) and "row 1" in str(error), line
             continue
         used += 1
         ids = [value.flatten() for value in vars(item).values() if torch.is_tensor(value)]
         text = text_of(torch.cat(ids))
-        named = {*re.findall(r"\w+", str(log[0]))}
+        named = {*re.findall(r"\w+", str(report))}
         for name, value in leaves({key: row[key] for key in row.keys() - named}):
             is_call = value.startswith("{")
             assert name in unwritten | named or is_call or value in text, (line, name, named)
@@ -675,11 +682,12 @@ def test_each_malformed_kind_is_counted_named_and_survived(module, parse, bad, g
         rows += lines
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\r\n".join([*rows, good, good, b"  "]))
-    report, items = module.parse_rows(str(path), module.file_rows(str(path)), parse)
+    reports = []
+    items = module.read_rows(str(path), parse, reports.append)
+    [report] = reports
     last = len(rows) + 2
-    assert report.left_out == left_out
-    assert [*items] == [2, last - 1, last] and report.twice == [last - 1, last]
-    assert len({str(item) for item in items.values()}) == 1
+    assert report.left_out == left_out and report.twice == [last - 1, last]
+    assert len(items) == 3 and len({str(item) for item in items}) == 1
     path.write_bytes(lines[-1])  # alone
     message = f"^{path}: 1 rows, used none; left out {fault}: 1 "
     refusal(module.UserError, message, module.read_rows, str(path), parse, print)
@@ -729,8 +737,8 @@ def test_a_table_is_read_without_nulls(tmp_path, monkeypatch):
 def test_binary_of_a_table_is_text():
     """Where it is no UTF-8, a row that needs it is left out; a column that nothing reads does no harm."""
     rows = [{"text": text, "id": b"\xff"} for text in ("größer".encode(), b"a\xff")]
-    report, items = F.parse_rows("x", F.without_nulls(rows), F.row_turns)
-    assert items == {1: ("text", [("", "größer")])}
+    items, report = rows_read(F, F.without_nulls(rows), F.row_turns)
+    assert items == [[("", "größer")]]
     assert report.left_out == {"no Unicode: half a surrogate pair, or bytes that are no UTF-8": [2]}
 
 

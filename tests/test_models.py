@@ -1015,12 +1015,14 @@ def test_tokens_of_a_conversation(chats):
     assert S.turn_ids(ours, [("", "ab")])[0] == [*ours.encode("ab"), end]
 
 
-def test_a_conversation_that_the_template_refuses_is_left_out(chats):
+def test_a_conversation_that_the_template_refuses_is_left_out(chats, tmp_path):
     _, ours = chats("headers")
     rows = [dict(messages=messages(turns)) for turns in (TALK, [TALK[1], TALK[0], TALK[2]])]
     parse = functools.partial(S.parse_row, tokenizer=ours, settings=S.Settings())
     notes = []
-    assert len(S.finish_rows(*S.parse_rows("x.jsonl", rows, parse), notes.append)) == 1
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert len(S.read_rows(str(path), parse, notes.append)) == 1
     assert "left out chat template: system first: 1 (the first is row 2)" in str(notes[0])
 
 

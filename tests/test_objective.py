@@ -699,8 +699,8 @@ def test_calls_that_do_not_fit_are_refused_in_a_line(monkeypatch, float32):
     assert len(own.prompt_ids("d" * 10)) == 14
     said = refusal(G.UserError, "MAX_NEW_TOKENS=6", own.prompt_ids, "d" * 11)
     assert set(re.findall("[0-9]+", said)) == {"6", "15", "20"}
-    for query in ({"question": "x"}, 7, {"prompt": 7}):
-        refusal(G.UserError, "string `prompt`", G.prompt_of, query)
+    refusal(G.UserError, "missing field 'prompt'", own.prompt_ids, {"question": "x"})
+    assert own.prompt_ids(7) == own.prompt_ids({"prompt": 7}) == own.prompt_ids("7")
 
 
 # ------------------------------------------------------------------------------------------------- programmatic use
