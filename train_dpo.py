@@ -6963,6 +6963,7 @@ def main():
     content, facts = finish(run, trainer, tokenizer, metrics, loss_of_choice)
 
     # Score the trained weights, what was gained, pair by pair, and what the artifact alone gives back.
+    log("last scores: the held-out pairs, by the trained and by the packed model, and some answers")
     scores = trainer.score(data.held_out)
     record("end")
     after = measure(scores)

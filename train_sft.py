@@ -7003,6 +7003,7 @@ def main():
     content, facts = finish(run, trainer, tokenizer, metrics, loss_of_choice)
 
     # Score the trained weights, what was gained, row by row, and what the artifact alone gives back.
+    log("last scores: the held-out rows, by the trained and by the packed model, and some answers")
     scores = trainer.score(data.held_out)
     record("end")
     nats, tokens, right = trainer.start["before"].cpu().T

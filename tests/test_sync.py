@@ -26,9 +26,9 @@ def repo(tmp_path):
         (tmp_path / folder).mkdir()
     for path in (SYNC, SYNC.with_name("endings.py")):
         shutil.copy(path, tmp_path / "tools")
-    (tmp_path / "a.py").write_text(fenced(data="d = 1\n", model="m = 1\nm = 2\n"))
-    (tmp_path / "b.py").write_text(fenced(model="m = 1\nm = 2\n"))
-    (tmp_path / "data" / "c.py").write_text(fenced(data="d = 1\n", model="m = 1\nm = 2\n"))
+    (tmp_path / "a.py").write_text(fenced(data="d = 1\n", batches="m = 1\nm = 2\n"))
+    (tmp_path / "b.py").write_text(fenced(batches="m = 1\nm = 2\n"))
+    (tmp_path / "data" / "c.py").write_text(fenced(data="d = 1\n", batches="m = 1\nm = 2\n"))
     git(tmp_path, "init", "-q")
     commit(tmp_path)
     return tmp_path
@@ -61,31 +61,31 @@ def refuses(repo, message, *arguments):
 
 
 def test_copies_every_section_byte_for_byte(repo):
-    (repo / "a.py").write_bytes(fenced(data="d = 'é'\r\n", model="m = 7\n").encode())
+    (repo / "a.py").write_bytes(fenced(data="d = 'é'\r\n", batches="m = 7\n").encode())
     assert sync(repo, "--check")[0] == 1
     code, output = sync(repo, "a.py")
     assert code == 0
     assert set(output.splitlines()) == {
-        "a.py -> b.py: model",
-        "a.py -> data/c.py: model",
+        "a.py -> b.py: batches",
+        "a.py -> data/c.py: batches",
         "a.py -> data/c.py: data",
     }
-    assert (repo / "b.py").read_bytes() == fenced(model="m = 7\n").encode()
+    assert (repo / "b.py").read_bytes() == fenced(batches="m = 7\n").encode()
     assert (repo / "data" / "c.py").read_bytes() == (repo / "a.py").read_bytes()
     assert sync(repo, "--check")[0] == 0
 
 
 def test_copies_only_the_named_section_from_the_named_file(repo):
-    (repo / "data" / "c.py").write_text(fenced(data="d = 8\n", model="m = 8\n"))
+    (repo / "data" / "c.py").write_text(fenced(data="d = 8\n", batches="m = 8\n"))
     assert sync(repo, "data/c.py", "data")[0] == 0
-    assert (repo / "a.py").read_text() == fenced(data="d = 8\n", model="m = 1\nm = 2\n")
-    assert (repo / "b.py").read_text() == fenced(model="m = 1\nm = 2\n")
+    assert (repo / "a.py").read_text() == fenced(data="d = 8\n", batches="m = 1\nm = 2\n")
+    assert (repo / "b.py").read_text() == fenced(batches="m = 1\nm = 2\n")
 
 
 def test_refuses_a_section_edited_since_head_and_writes_nothing(repo):
-    (repo / "a.py").write_text(fenced(data="d = 1\n", model="m = 5\n"))
-    (repo / "data" / "c.py").write_text(fenced(data="d = 1\n", model="m = 6\n"))
-    refuses(repo, "section model of data/c.py was edited since HEAD", "a.py")
+    (repo / "a.py").write_text(fenced(data="d = 1\n", batches="m = 5\n"))
+    (repo / "data" / "c.py").write_text(fenced(data="d = 1\n", batches="m = 6\n"))
+    refuses(repo, "section batches of data/c.py was edited since HEAD", "a.py")
     assert sync(repo, "a.py", "data")[0] == 0, "an unnamed section stands in nobody's way"
     commit(repo)
     assert sync(repo, "a.py")[0] == 0, "once committed, the edit is safe in the history"
@@ -93,13 +93,13 @@ def test_refuses_a_section_edited_since_head_and_writes_nothing(repo):
 
 
 def test_fills_an_empty_fence_and_refuses_an_uncommitted_script(repo):
-    (repo / "new.py").write_text(fenced(data="", model=""))
+    (repo / "new.py").write_text(fenced(data="", batches=""))
     git(repo, "add", "new.py")
     assert sync(repo, "a.py")[0] == 0
     assert (repo / "new.py").read_text() == (repo / "a.py").read_text()
     (repo / "new.py").write_text(fenced(data="d = 4\n"))
     refuses(repo, "section data of new.py was edited since HEAD", "a.py")
-    (repo / "mine.py").write_text(fenced(model="m = 7\n"))  # one that git does not know
+    (repo / "mine.py").write_text(fenced(batches="m = 7\n"))  # one that git does not know
     refuses(repo, "mine.py is no script here", "mine.py")
 
 
@@ -108,23 +108,23 @@ def test_git_is_named_if_it_is_missing(repo, monkeypatch):
     refuses(repo, f"{repo}: sync needs git: ", "--check")
 
 
-OPEN, CLOSE = "# === shared: model ===\n", "# === end: model ===\n"
+OPEN, CLOSE = "# === shared: batches ===\n", "# === end: batches ===\n"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (OPEN + "m = 1\n", "b.py:1: section model is never closed"),
-        (OPEN + "# === shared: lora ===\n", "b.py:2: # === shared: lora === while model is open"),
-        ("m = 1\n" + CLOSE, "b.py:2: # === end: model === while no section is open"),
-        (OPEN + CLOSE + OPEN + CLOSE, "b.py:3: section model occurs twice"),
+        (OPEN + "m = 1\n", "b.py:1: section batches is never closed"),
+        (OPEN + "# === shared: lora ===\n", "b.py:2: # === shared: lora === while batches is open"),
+        ("m = 1\n" + CLOSE, "b.py:2: # === end: batches === while no section is open"),
+        (OPEN + CLOSE + OPEN + CLOSE, "b.py:3: section batches occurs twice"),
         (
             OPEN + CLOSE + "# === shared: data ===\n# === end: data ===\n",
             "b.py:3: section data comes too late",
         ),
         ("# === shared: modle ===\n# === end: modle ===\n", "b.py:1: section modle is unknown"),
-        ("# === shared:model ===\n", "b.py:1: misspelt fence '# === shared:model ==='"),
-        ("# === shared: model\n", "b.py:1: misspelt fence '# === shared: model'"),
+        ("# === shared:batches ===\n", "b.py:1: misspelt fence '# === shared:batches ==='"),
+        ("# === shared: batches\n", "b.py:1: misspelt fence '# === shared: batches'"),
     ],
 )
 def test_malformed_fences_are_errors(repo, text, message):
