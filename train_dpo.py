@@ -4165,6 +4165,11 @@ def result_errors(run, result):
     """Return the errors of a finished run: what it has done otherwise than its settings ask for."""
     missed = run.plan.planned.keys() - run.plan.phases
     errors = [f"phase {name} was enabled and never fired" for name in missed]
+    if missed and run.ended == "clock":
+        errors[-1] += (
+            f": the clock ended the run after {run.step} long steps; a longer MAX_WALLCLOCK_SECONDS, or "
+            "ITERATIONS that fit into it, let it begin"
+        )
     if 0 < run.settings.artifact_bytes_max < result["total_bytes"]:
         errors.append("code and artifact exceed ARTIFACT_BYTES_MAX")
     scores = {name: result[name] for name in result if name.startswith(("val_loss", "val_bpb"))}
