@@ -10,7 +10,8 @@ reference. A row of TRAIN_FILES has `prompt`, `chosen` and `rejected`, texts or 
 a `margin`. `:0.5` takes half of a file's rows in each pass. Guide: docs/dpo.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
-log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+log.txt, metrics.jsonl (a line for each step), samples.jsonl (answers), checkpoints, final/ (the trained
+weights), model.upar (the artifact, read back and scored at the end) and result.json.
 The file is in this order: Settings; the model; optimizer and schedule; quantization and artifact;
 what surrounds a run (settings parser, ranks, errors, checkpoints, log); pairs of answers; at the
 end, without fences, the objective and `main`, the training loop.

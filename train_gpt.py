@@ -6,8 +6,9 @@
     python train_gpt.py --help                              # lists all settings
 
 A run trains the network, packs it into one artifact file and scores the network that is rebuilt
-from that file. It writes runs/<RUN_ID>/: log.txt, checkpoints, model.upar (the artifact) and
-result.json. Every setting below is an environment variable or an argument, NAME=value.
+from that file. It writes runs/<RUN_ID>/: log.txt, metrics.jsonl (a line for each step), checkpoints,
+final/ (the trained weights), model.upar (the artifact) and result.json. Every setting below is an
+environment variable or an argument, NAME=value.
 
 The file is in this order: Settings; the model, its shape by settings, kernels; optimizers and
 schedule; quantization and artifact; data and scores; what surrounds a run (settings parser, ranks,

@@ -14,7 +14,8 @@ A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, t
 MINI_BATCHES x EPOCHS updates. Guide: docs/grpo_gspo.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
-log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+log.txt, metrics.jsonl (a line for each step), samples.jsonl (answers), checkpoints, final/ (the trained
+weights), model.upar (the artifact, read back and scored at the end) and result.json.
 The file is in this order: Settings; the model; optimizer and schedule; quantization and artifact;
 what surrounds a run (settings parser, ranks, errors, checkpoints, log); prompts, sampling, rewards;
 at the end, without fences, the objective and `main`, the training loop.
@@ -28,7 +29,9 @@ Where to change what:
     how answers are sampled               GSPOTrainer.sample, generate
     another reward, also of scores        load_reward_functions; REWARD=file.py:function
     a term of it, in training only        GSPOTrainer.rewarded_answers
-    what a step logs of answers           answer_metrics
+    how losses of tokens become one       token_weights
+    the entropy bonus                     GSPOTrainer.update
+    what a step logs of answers           answer_metrics; of a term in training, GSPOTrainer.rollout
     what a step logs of tokens            UPDATE_SUMS, policy_loss
     what is shown of answers              Samples.trained, shown_groups
     what a resumed run continues with     Stateful, STATE; run.parts in main
@@ -39,8 +42,10 @@ Where to change what:
     another schedule, another phase       Plan, PHASE_STARTS
     which problems a step reads           problem_of, split_problems, problems_of_step
     a new setting                         Settings; if a resumed run must keep it, IDENTITY
-A term of the loss goes into policy_loss, which scores never call. The old log-probabilities are
-computed without gradients: no value in the forward may depend on torch.is_grad_enabled().
+A term of the loss of each token goes into policy_loss, which scores never call; its name for the log
+into UPDATE_SUMS. A value that changes over the run needs `progress` of main as an argument of update. The
+old log-probabilities are computed without gradients: no value in the forward may depend on
+torch.is_grad_enabled().
 """
 
 # /// script
@@ -7977,9 +7982,9 @@ def make_optimizers(params, settings, runtime):
 def group_advantages(rewards, scale, batch_std):
     """Return rewards (P, G) minus their group's mean, divided by a standard deviation.
 
-    That is their group's (of a sample, + 1e-4; arXiv 2402.03300, section 4.1.2), `batch_std`, or
-    with scale "none" 1 (Dr. GRPO, 2503.20783). A leave-one-out mean multiplies `centred` by G / (G - 1)
-    (RLOO: with scale "none"). turn_advantages calls this, too.
+    With scale "group" it is that of their group (of a sample, + 1e-4; arXiv 2402.03300, section 4.1.2),
+    with "batch" it is `batch_std`, with "none" nothing is divided (Dr. GRPO, 2503.20783). A leave-one-out
+    mean multiplies `centred` by G / (G - 1) (RLOO: with scale "none"). turn_advantages calls this, too.
     """
     centred = rewards - rewards.mean(1, keepdim=True)
     # If all rewards of a group are equal, its advantages are exactly 0: teaches_nothing tests for 0.
@@ -8117,8 +8122,8 @@ class GSPOTrainer(PolicyTrainer):
         """Fill in `rewards` and `reward` of answers; return each `reward` (n,). See PolicyTrainer.
 
         It marks held-out conversations by the plain sum of their rewards; episode_rewards, by which
-        they train, discounts them. Raises RewardFault if more than a tenth of them have a fault, but not
-        when all has been trained.
+        they train, discounts them. Raises RewardFault if more than a tenth of them have a fault, except
+        after training has ended.
         """
         if self.environment:
             rewards = score_episodes(self, answers)
@@ -8161,11 +8166,12 @@ class GSPOTrainer(PolicyTrainer):
         """Return GROUP_SIZE Answers to each query, by query, their rewards (queries, GROUP_SIZE), and
         the seconds that it took to sample them.
 
-        What is added to the rewards here trains, in conversations, too, and marks nothing: `reward` in
-        the log has it, held-out scores and samples.jsonl do not.
-        If it differs among answers that are all wrong, their group has advantages: zero_variance,
-        RESAMPLE_ROUNDS and the check of a dead start count the group as one that teaches. CREDIT=turn
-        does not see it, because its advantages are of the environment's rewards.
+        A term that is added to the rewards here counts in training only, in conversations, too. `reward`
+        in the log includes it; held-out scores and samples.jsonl do not.
+        SCALE_REWARDS=group divides it by the spread of its group: where all answers are wrong, it is all
+        that counts, however small it is. With batch or none it keeps its weight. Such a group has
+        advantages, so zero_variance, RESAMPLE_ROUNDS and the check of a dead start count it as one that
+        teaches. CREDIT=turn does not see the term, because its advantages are of the environment's rewards.
         """
         begin = time.perf_counter()
         size = self.settings.group_size

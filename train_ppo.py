@@ -15,7 +15,8 @@ A step: GROUP_SIZE samples of each of PROMPTS_PER_STEP prompts, their rewards, a
 token, advantages (GAE), then MINI_BATCHES x EPOCHS updates of policy and critic. Guide: docs/ppo.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
-log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+log.txt, metrics.jsonl (a line for each step), samples.jsonl (answers), checkpoints, final/ (the trained
+weights), model.upar (the artifact, read back and scored at the end) and result.json.
 The file is in this order: Settings; the model; optimizer and schedule; quantization and artifact;
 what surrounds a run (settings parser, ranks, errors, checkpoints, log); prompts, sampling, rewards;
 at the end, without fences, the objective and `main`, the training loop.

@@ -14,7 +14,8 @@ the assistant says. With ITERATIONS=0, EPOCHS sets the number of steps, and the 
 run earlier. Guides: docs/sft.md, docs/distillation.md.
 
 Every setting below is an environment variable: its name in capitals. A run writes runs/<RUN_ID>/:
-log.txt, checkpoints, model.upar (the artifact, read back and scored at the end) and result.json.
+log.txt, metrics.jsonl (a line for each step), samples.jsonl (answers), checkpoints, final/ (the trained
+weights), model.upar (the artifact, read back and scored at the end) and result.json.
 The file is in this order: Settings; the model; optimizer and schedule; quantization and artifact;
 what surrounds a run (settings parser, ranks, errors, checkpoints, log); rows of text; at the end,
 without fences, the objective and `main`, the training loop.

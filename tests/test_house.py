@@ -405,4 +405,4 @@ def test_grpo_and_gspo_differ_by_few_lines():
     command = ["diff", "train_grpo.py", "train_gspo.py"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     counts = {mark: sum(line.startswith(mark) for line in listed.splitlines()) for mark in "<>"}
-    assert 0 < counts["<"] <= 145 and 0 < counts[">"] <= 80, counts
+    assert 0 < counts["<"] <= 155 and 0 < counts[">"] <= 80, counts
