@@ -71,9 +71,9 @@ def test_the_numbers_of_the_log_are_mirrored(monkeypatch, tmp_path, kind):
     run.log("parameters: matrix:131072 total:151348")
     run.log.metrics(3, METRICS)
     assert found == [(name, value, 3) for name, value in METRICS.items()]
-    run.log.last_line += 1000  # the log has a fresh line: later metrics are not due
+    run.log.last_step_line += 1000  # the log has a fresh step: later metrics are not due
     run.log.metrics(6, METRICS, seconds_left=1.0)
-    run.log.last_line -= 2000
+    run.log.last_step_line -= 2000
     run.log.metrics(7, METRICS | {"bad": math.nan}, seconds_left=1.0)
     assert len(found) == 3 * len(METRICS) + 1 and found[-1][2] == 7
     folder = tmp_path / "a"
