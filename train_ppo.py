@@ -7071,10 +7071,12 @@ def require_part(settings, name, part):
 
 def first_of_ranks(value, runtime):
     """Return on all ranks the value of the first rank that has one; value: None, or of any type."""
+    if not runtime.sum(torch.tensor(float(value is not None), device=runtime.device)):
+        return None
     values = [value] * runtime.world_size
     if runtime.distributed:
         dist.all_gather_object(values, value)
-    return next((value for value in values if value is not None), None)
+    return next(value for value in values if value is not None)
 
 
 def raise_first(fault, runtime, log):
