@@ -18,10 +18,7 @@ gpu_bytes = load_tool("experiments/gpu_bytes")
 
 @functools.cache
 def forced(name):
-    """Return a script that takes the branches of a GPU with bfloat16 units."""
-    script = gpu_bytes.forced_module(ROOT / f"{name}.py")
-    script.gpu_dtype = lambda: torch.bfloat16
-    return script
+    return gpu_bytes.forced_module(ROOT / f"{name}.py")
 
 
 SHAPE = dict(

@@ -32,12 +32,15 @@ from torch._inductor import metrics
 
 
 def forced_module(path):
-    """Return a script as a module whose branches for CUDA tensors are taken on a CPU, too."""
+    """Return a script as a module whose branches for CUDA tensors are taken on a CPU, too, as on a GPU
+    with bfloat16 units.
+    """
     source = re.sub(r"\b[\w.]+\.is_cuda\b", "True", Path(path).read_text(encoding="utf-8"))
     module = types.ModuleType("forced")
     module.__file__ = str(path)
     sys.modules["forced"] = module  # dataclasses look their module up
     exec(compile(source, str(path), "exec"), module.__dict__)
+    module.gpu_dtype = lambda: torch.bfloat16
     return module
 
 
