@@ -176,9 +176,17 @@ def test_answers_are_recorded_with_their_rewards(place, straight):
         expected = [None] * 4 if straight == "train_ppo" else expected.tolist()
         assert [row["advantage"] for row in group] == pytest.approx(expected, abs=1e-5)
     log = place.log(straight)
-    titles = re.findall(r"^sample: (.*), prompt '..', wanted '[xy]'\n", log, re.M)
+    shown = re.findall(
+        r"^sample: (.*), prompt '(..)', wanted '[xy]', mean reward of (.):", log, re.M
+    )
+    titles = [title for title, _, _ in shown]
     tenths = [f"step {step}, {step}0% of the run" for step in range(1, 10)]
     assert titles == ["start, held out", *tenths, "end, held out"]
+    assert [int(count) for _, _, count in shown] == [2, *[4] * 9, 2]
+    # Both scorings show the answers to one prompt, the greedy one too.
+    assert shown[0][1] == shown[-1][1] == held_out[0]["prompt"]
+    greedy = re.findall(r"^sample:   greedy [01] '(.*?)'", log, re.M)
+    assert greedy == [held_out[number]["completion"] for number in (0, 12)]
 
 
 # --------------------------------------------------------------------------- stopped, and once more

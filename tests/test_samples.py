@@ -64,7 +64,7 @@ def test_rows_have_rewards_by_function(tmp_path, capsys):
     # The first, and those by SAMPLES_EVERY.
     assert [row["step"] for row in rows_of(run)] == [1, 1, 2, 2]
     assert capsys.readouterr().out.splitlines() == [
-        r"sample: step 2, 30% of the run, prompt 'a\nb', wanted 'A'",
+        r"sample: step 2, 30% of the run, prompt 'a\nb', wanted 'A', mean reward of 2: 0.875",
         "sample:   best  1.5 (right:0.5 nines:none) 'text 1'",
         "sample:   worst 0.25 (right:-0.75 nines:none) 'text 0', cut at MAX_NEW_TOKENS",
     ]
