@@ -6813,6 +6813,16 @@ def shown_groups(groups):
     return lines
 
 
+def widest(groups):
+    """Return the group, among the first ones, whose rewards differ most."""
+
+    def spread(group):
+        rewards = [answer.reward for answer in group]
+        return max(rewards) - min(rewards)
+
+    return max(groups[:RECORDED_PROMPTS], key=spread)
+
+
 class Samples:
     """samples.jsonl of a run: some prompts, all their completions and what these are rewarded with.
 
@@ -6834,21 +6844,25 @@ class Samples:
             rows = [{**row, "advantage": None} for row in rows]
         record_rows(self.run, phase, step, rows, shown_groups(groups))
 
-    def show(self, title, groups):
-        """Log the best and the worst answer to the prompt whose rewards differ most."""
-        groups = [sorted(group, key=lambda answer: answer.reward) for group in groups]
-        group = max(groups, key=lambda group: group[-1].reward - group[0].reward)
+    def show(self, title, group):
+        """Log the prompt of a group, the mean of its rewards, and its best and worst answer."""
+        group = sorted(group, key=lambda answer: answer.reward)
+        mean = statistics.fmean(answer.reward for answer in group)
         log = self.run.log
-        log(f"sample: {title}, {shown_prompt(group[0])}")
+        log(f"sample: {title}, {shown_prompt(group[0])}, mean reward of {len(group)}: {mean:.4g}")
         log(f"sample:   best  {shown_answer(group[-1])}")
         log(f"sample:   worst {shown_answer(group[0])}")
 
     def scored(self, title, exam):
-        """Record the answers of a scoring; log two of them, with a title."""
+        """Record the answers of a scoring. Log those to the first prompt, the same at each scoring: the
+        greedy one, the best and the worst sample.
+        """
         step = self.run.step
         if exam.answers:
             self.record("held_out", step, exam.answers)
-            self.show(f"{title}, held out", exam.answers[:RECORDED_PROMPTS])
+            greedy, *samples = exam.answers[0]
+            self.show(f"{title}, held out", samples or [greedy])
+            self.run.log(f"sample:   greedy {shown_answer(greedy)}")
 
     def trained(self, rollout, progress):
         """Record the answers of the step that begins, if it is due; log two at each tenth."""
@@ -6859,7 +6873,7 @@ class Samples:
             self.record("train", step, rollout.groups)
         tenth = min(9, int(10 * progress))  # the last one is the end's
         if tenth > self.tenth:
-            self.show(f"step {step}, {progress:.0%} of the run", rollout.groups[:RECORDED_PROMPTS])
+            self.show(f"step {step}, {progress:.0%} of the run", widest(rollout.groups))
         self.tenth = tenth
 
 
