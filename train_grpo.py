@@ -875,7 +875,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
+        # The dtype of activations; weights are float32. None means gpu_dtype on CUDA, and on a CPU
         # that of the weights.
         self.dtype = None
         # Whether a layer's activations are computed again in the backward pass, to save memory.
