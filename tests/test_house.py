@@ -26,7 +26,7 @@ TOKENS = {
     "train_ppo.py": 47_500,
     "train_grpo.py": 49_500,
     "train_gspo.py": 49_500,
-    "quantize.py": 21_000,
+    "quantize.py": 20_500,
     "convert.py": 27_500,
     "sample.py": 33_500,
 }
