@@ -7361,21 +7361,25 @@ class Exam(Stateful):
         self.answers = []  # of this rank at the last scoring, by problem: the greedy one, then samples
 
     def graded(self, trainer, problems, count, temperature, qat):
-        """Answer each problem `count` times; return this rank's share of the Answers, and of all ranks'
-        whether they are right (n, count), float64, and a table (n, count) of each reward, NaN where it
-        does not apply.
+        """Answer each problem `count` times; return this rank's share of the Answers, and tables of all
+        ranks' answers by name, (n, count) each, float64.
+
+        The tables: `right`; of several rewards `reward`, their weighted sum, which trains; and each
+        reward, NaN where it does not apply.
         """
         runtime = trainer.runtime
         share = slice(runtime.rank, None, runtime.world_size)
         seeds = [(trainer.settings.seed, EVAL_STEP, number) for number in range(len(problems))]
         answers = trainer.sample(problems[share], count, temperature, seeds[share], qat)
         trainer.score(answers, self.functions)
-        rows = [[is_right(answer, self.functions) for answer in answers]]
+        rows = {"right": [is_right(answer, self.functions) for answer in answers]}
+        if len(self.functions) > 1:
+            rows["reward"] = [answer.reward for answer in answers]
         for function in self.functions:
-            rows.append([answer.rewards[function.name] for answer in answers])
-        table = torch.tensor(np.array(rows, dtype=float))  # None becomes NaN
-        right, *values = self.gather(trainer, table, (len(problems), count))
-        return answers, right, values
+            rows[f"rewards/{function.name}"] = [answer.rewards[function.name] for answer in answers]
+        table = torch.tensor(np.array([*rows.values()], dtype=float))  # None becomes NaN
+        tables = self.gather(trainer, table, (len(problems), count))
+        return answers, dict(zip(rows, tables, strict=True))
 
     def gather(self, trainer, values, shape):
         """Return values (..., answers) of the ranks' shares as (..., *shape), float64. shape: the number
@@ -7392,22 +7396,20 @@ class Exam(Stateful):
         """Return scores by problem, (n,) each, and keep answers in `answers`, for samples.jsonl.
 
         Scores: greedy; mean and best of EVAL_SAMPLES samples; the samples' mean of each reward, NaN
-        where it applies to none.
+        where it applies to none, and of several rewards that of their weighted sum.
         """
         temperature = trainer.settings.temperature
-        likeliest, greedy, _ = self.graded(trainer, self.problems, 1, 0.0, qat)
-        answers, sampled, values = self.graded(
-            trainer, self.problems, EVAL_SAMPLES, temperature, qat
-        )
+        likeliest, greedy = self.graded(trainer, self.problems, 1, 0.0, qat)
+        answers, tables = self.graded(trainer, self.problems, EVAL_SAMPLES, temperature, qat)
+        sampled = tables.pop("right")
         groups = zip(likeliest, groups_of(answers, EVAL_SAMPLES), strict=True)
         self.answers = [[one, *samples] for one, samples in groups][:KEPT_PROMPTS]
         scores = {
-            "greedy": greedy[:, 0],
+            "greedy": greedy["right"][:, 0],
             "pass1": sampled.mean(1),
             f"pass{EVAL_SAMPLES}": sampled.amax(1),
         }
-        for function, value in zip(self.functions, values, strict=True):
-            scores[f"rewards/{function.name}"] = value.nanmean(1)
+        scores |= {name: table.nanmean(1) for name, table in tables.items()}
         return scores | self.more_scores(trainer, answers)
 
     def more_scores(self, trainer, answers):
@@ -7561,8 +7563,8 @@ def choose_policy(trainer, averages, exam, problems, log):
     qat = not trainer.settings.lora_rank
 
     def share_of_right(name):
-        _, right, _ = exam.graded(trainer, problems, 1, trainer.settings.temperature, qat)
-        share = right.mean().item()
+        _, tables = exam.graded(trainer, problems, 1, trainer.settings.temperature, qat)
+        share = tables["right"].mean().item()
         log(f"weights: {name}, pass1 {share:.4f} on {len(problems)} problems")
         return share
 
