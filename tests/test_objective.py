@@ -862,6 +862,19 @@ def test_the_default_dtype_of_a_program_may_be_another_one(M, monkeypatch):
     assert math.isfinite(metrics["loss"])
 
 
+@each_trainer
+def test_held_out_scores_of_several_rewards_have_their_weighted_sum(M, monkeypatch):
+    scripted(monkeypatch, M)
+    own = trainer(M, policy())
+    size = M.RewardFunction("size", lambda completions: [*map(len, completions)], -0.25)
+    is_long = M.RewardFunction("long", lambda completions: [len(text) > 2 for text in completions])
+    problems = [{"prompt": query, "answer": "?"} for query in QUERIES]
+    found = M.Exam(problems, [is_long, size]).scores(own)
+    expected = found["rewards/long"] - 0.25 * found["rewards/size"]
+    assert torch.allclose(found["reward"], expected) and expected.std() > 0
+    assert "reward" not in M.Exam(problems, [size]).scores(own)
+
+
 # ---------------------------------------------------------------------------- what RESUME compares
 @pytest.mark.parametrize("name", ["held_out_sha256", "problems_sha256"])
 def test_prompts_must_stay_under_resume(name):
