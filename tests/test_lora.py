@@ -110,9 +110,8 @@ def test_scale_rank_first_values_and_counts():
         ("cuda", "float32", False),
     ],
 )
-def test_frozen_weights_in_bfloat16_train_and_merge(device, dtype, is_half, monkeypatch):
+def test_frozen_weights_in_bfloat16_train_and_merge(device, dtype, is_half):
     """On CUDA, or by DTYPE. Sums are made in float32 of the frozen weights, by quantize.py too."""
-    monkeypatch.setattr(train_sft, "gpu_dtype", lambda: torch.bfloat16)
     settings = train_sft.Settings(lora_rank=4, qat=False, learning_rate=0.02)
     net = network(torch.float32, tie_embeddings=False, model_dim=32)
     ids = tokens(0, 4, 40)

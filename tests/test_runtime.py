@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import train_gpt as T
+import train_grpo as G
 from conftest import ROOT, refusal
 
 
@@ -202,3 +203,9 @@ def test_activations_are_bfloat16_where_the_processor_multiplies_it(monkeypatch,
         assert T.activation_dtype("auto", device) == fast
         for name in ("float32", "bfloat16"):
             assert T.activation_dtype(name, device) == getattr(torch, name)
+    # Post-training leaves it to the network, which takes bfloat16 on any GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("auto", "bfloat16"):
+        network = G.set_dtype(SimpleNamespace(dtype=None), G.Settings(dtype=name))
+        automatic = None if has_units else torch.float32
+        assert network.dtype == (automatic if name == "auto" else torch.bfloat16)

@@ -138,9 +138,8 @@ def test_what_is_not_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_checkpoint_with_an_adapter(tmp_path, device, monkeypatch):
+def test_a_checkpoint_with_an_adapter(tmp_path, device):
     """On CUDA its frozen weights are in bfloat16."""
-    monkeypatch.setattr(train_sft, "gpu_dtype", lambda: torch.bfloat16)
     net = network(0, bigram_vocab_size=32)
     settings = train_sft.Settings(lora_rank=3, lora_alpha=5.0, qat=False)
     train_sft.adapt(net, settings, torch.device(device))
