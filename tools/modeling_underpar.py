@@ -90,12 +90,6 @@ def widened(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def gpu_dtype():
-    """Return the dtype of products on this GPU: bfloat16 if it has units for it, as since Ampere."""
-    has_units = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if has_units else torch.float32
-
-
 def linear(x, weight):
     """Return x W^T in x's dtype; weights are kept in float32."""
     return F.linear(x, weight.to(x.dtype))
@@ -640,7 +634,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # The dtype of activations; weights are float32. None means gpu_dtype on CUDA, and on a CPU
+        # The dtype of activations; weights are float32. None means bfloat16 on CUDA, and on a CPU
         # that of the weights.
         self.dtype = None
         # Whether a layer's activations are computed again in the backward pass, to save memory.
@@ -722,7 +716,7 @@ class GPT(nn.Module):
         context = context or self.context(ids, doc, borders)
         positions = context.positions
         x = F.embedding(ids, self.embed)
-        x = x.to(self.dtype or (gpu_dtype() if ids.is_cuda else x.dtype))
+        x = x.to(self.dtype or (torch.bfloat16 if ids.is_cuda else x.dtype))
         if config.positions == "rope":
             dims = config.rope_dims or config.attention_width
             scaling = config.rope_scaling
