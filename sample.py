@@ -4012,7 +4012,7 @@ def sampling_state(samples):
 
 def compute_dtype(network):
     """Return the dtype of a network's activations."""
-    automatic = gpu_dtype() if network.embed.is_cuda else network.embed.dtype
+    automatic = torch.bfloat16 if network.embed.is_cuda else network.embed.dtype
     return network.dtype or automatic
 
 

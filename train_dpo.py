@@ -5894,9 +5894,13 @@ def note_limits(settings, config, tokenizer, log):
 
 
 def set_dtype(network, settings):
-    """Let a network compute in DTYPE; return it. With `auto` it keeps what it has."""
+    """Let a network compute in DTYPE; return it. With `auto` it keeps what it has, but computes in
+    float32 if there is a GPU without units for bfloat16.
+    """
     if settings.dtype != "auto":
         network.dtype = getattr(torch, settings.dtype)
+    elif torch.cuda.is_available() and gpu_dtype() == torch.float32:
+        network.dtype = torch.float32
     return network
 
 
@@ -5928,7 +5932,7 @@ def adapt(network, settings, device):
             torch.default_generator.manual_seed(settings.seed)
             setup_lora_adapter(network, settings.lora_rank, settings.lora_alpha)
         freeze_model(network)
-        automatic = gpu_dtype() if device.type == "cuda" else None
+        automatic = torch.bfloat16 if device.type == "cuda" else None
         is_half = (network.dtype or automatic) == torch.bfloat16
         for param in network.parameters():
             if is_half and not param.requires_grad and param.ndim > 1:
