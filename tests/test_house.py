@@ -21,8 +21,8 @@ LINES_PER_CONFIG = 18
 # and rewards as users write them are made to work; the changes after that set them anew.
 TOKENS = {
     "train_gpt.py": 31_000,
-    "train_sft.py": 40_000,
-    "train_dpo.py": 40_000,
+    "train_sft.py": 40_500,
+    "train_dpo.py": 40_500,
     "train_ppo.py": 47_500,
     "train_grpo.py": 49_500,
     "train_gspo.py": 49_500,
