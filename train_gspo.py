@@ -8058,13 +8058,13 @@ UPDATE_SUMS = ("loss tokens entropy clip_active clip_outside log_ratio sampler_g
 
 
 def policy_loss(logps, batch, settings):
-    """Return the loss of each token (B, T), and for the log its parts by name, (B, T) each: whether
-    the clip is active, whether the ratio is outside the band, |log p / p_old|, the sampler gap,
-    |log p_old - what the sampler computed|, and with a reference KL.
+    """Return the loss of each token (B, T), and for the log its parts by name, (B, T) each.
 
-    The loss is the clipped surrogate (arXiv 1707.06347, equation 7) with a band that may be
-    asymmetric (2503.14476), plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. Where
-    the clip is active, only KL_BETA's gradient is left.
+    The parts: whether the clip is active, whether the ratio is outside the band, |log p / p_old|, the
+    sampler's gap |log p_old - log p of the sampler|, and with a reference the KL. The loss is the
+    clipped surrogate (arXiv 1707.06347, equation 7) with a band that may be asymmetric (2503.14476),
+    plus KL_BETA times k3 = e^x - x - 1, where x = log p_ref - log p. Where the clip is active, only
+    KL_BETA's gradient is left.
     """
     advantages = batch.advantages  # (B, 1), or (B, T)
     low = 1 - settings.left_clip_range

@@ -180,9 +180,8 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, is_forged, count):
     ]
     assert not any(fault(file, base, tmp_path / "d") for file in files)
     if is_forged:
-        files = [
-            file[:-32] for file in files
-        ]  # the sum is of the artifact behind the first 8 bytes
+        # The sum is of the artifact behind the first 8 bytes.
+        files = [file[:-32] for file in files]
 
     @settings(few, max_examples=count)
     @given(data=damaged(files))
