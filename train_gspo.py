@@ -1998,7 +1998,10 @@ class RansDecoder:
         self.symbols = owners.astype(np.uint8)
 
     def decode(self, tables, words):
-        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`. May raise any exception if damaged."""
+        """Return the symbols uint8 (n,) that `tables` (n,) code in `words`.
+
+        May raise any exception if they are damaged.
+        """
         lanes = len(self.states)
         symbols = np.empty(len(tables), np.uint8)
         for begin in range(0, len(tables), lanes):
@@ -2035,7 +2038,10 @@ def unzip(frame, limit, source):
 
 
 def read_artifact_header(data):
-    """Return the header of an artifact and a file at its streams. May raise any exception if it is damaged."""
+    """Return the header of an artifact and a file at its streams.
+
+    May raise any exception if it is damaged.
+    """
     require(
         data.startswith(ARTIFACT_MAGIC),
         "is no underpar artifact; a model is a run, a checkpoint or an artifact",
@@ -2053,7 +2059,10 @@ def read_artifact_header(data):
 
 
 def read_streams(data):
-    """Return header and arrays (name -> flat) of an artifact. May raise any exception if it is damaged."""
+    """Return header and arrays (name -> flat) of an artifact.
+
+    May raise any exception if it is damaged.
+    """
     header, file = read_artifact_header(data)
     numbers = FREE_NUMBERS + NUMBERS_PER_BYTE * len(data)  # that the streams may still have
     arrays = {}
@@ -2074,7 +2083,10 @@ def read_streams(data):
 
 
 def decode_artifact(data):
-    """Return what read_artifact does, of the bytes of an artifact. May raise any exception if it is damaged."""
+    """Return what read_artifact does, of the bytes of an artifact.
+
+    May raise any exception if it is damaged.
+    """
     header, arrays = read_streams(data)
     states, tables, sizes = [arrays.pop(name) for name in ("lane_states", "tables", "sizes")]
     escapes = torch.from_numpy(arrays.pop("escapes", np.empty(0, np.int32)))
@@ -3794,8 +3806,8 @@ def handle_stop_signals(handler):
 class StopSignal:
     """Remembers SIGTERM, SIGINT or SIGHUP, so that the loop saves and stops.
 
-    A second Ctrl-C ends the process at once. A second SIGTERM does not: Slurm sends one at its time limit,
-    and there may still be time to save.
+    A second Ctrl-C ends the process at once. A second SIGTERM does not: Slurm sends one at its time
+    limit, and there may still be time to save.
     """
 
     def __init__(self, run):
