@@ -7983,7 +7983,6 @@ def episode_metrics(trainer, episodes):
     facts = torch.tensor(facts).view(-1, 3)  # of held-out ones a rank may have none
     means, _ = moments(facts.T, trainer.runtime)
     metrics = dict(zip(("turns", "cut", "dropped"), means.tolist(), strict=True))
-    fault = next((episode.fault for episode in episodes if episode.fault), None)
     if metrics["dropped"] > 0.1:
         fault = next((episode.fault for episode in episodes if episode.fault), None)
         fault = first_of_ranks(fault, trainer.runtime)
