@@ -2472,7 +2472,7 @@ def fit_artifact(network, widen, limit, header, run, pack=True):
             size = len(data)
         else:
             size = run.runtime.agree(estimate_bytes(tensors, coded, header))
-        run.log(f"sizes: {size} bytes, at most {limit:.0f}; steps wider by {widen - 1:+.2%}")
+        run.log(f"sizes: {size} bytes, at most {limit:.0f}, quantization steps times {widen:.4g}")
         if size <= limit:
             break
         # Steps twice as wide save one bit per weight. The aim is a little below the limit.
@@ -3905,7 +3905,12 @@ def describe_machine(runtime):
     return {
         "commit": "unknown" if status else commit,
         "hardware": f"{runtime.world_size} x {hardware}",
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            # AVX2 or AVX512: with AVX2 a run of configs/cpu.env takes a fifth of the steps.
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        },
         "peak_memory_mib": peak_bytes / 2**20,
     }
 
