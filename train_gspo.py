@@ -2749,7 +2749,9 @@ def parse_setting(setting, text):
         return ",".join(map(os.path.expanduser, text.split(",")))
     if kind in (int, float):
         low, high = setting.metadata.get("bounds", (0, math.inf))
-        allowed = f"a {'whole ' * (kind is int)}number from {low} to {high}"
+        allowed = f"a {'whole ' * (kind is int)}number of at least {low}"
+        if high < math.inf:
+            allowed += f" and at most {high}"
         with contextlib.suppress(ValueError):
             value = kind(text)
             if low <= value <= high and value < math.inf:  # a NaN is in no range
