@@ -177,6 +177,20 @@ def test_ranks_and_micro_batches_do_not_change_the_losses(place):
     assert place.result("two")["world_size"] == 2
 
 
+def test_ranks_with_another_setting_or_script_do_not_begin(place):
+    """As if MATRIX_LR were given on one of two nodes, or one had an older copy of the script."""
+    older = (
+        "read = T.Path.read_bytes\n"
+        "T.Path.read_bytes = lambda path: read(path) + b' ' * (path.suffix == '.py')\n"
+    )
+    for name, patch, changes in (("matrix_lr", "", {"MATRIX_LR": 0.5}), ("code_sha256", older, {})):
+        first, second = rank_environments(2)
+        children = [place.begin(name, **first), place.begin(name, patch, **second, **changes)]
+        assert [child.wait() for child in children] == [2, 2], [child.err for child in children]
+        found = re.findall(r"^error: (\w+)=.* on rank 1: .* rank 0, ", children[0].err, re.M)
+        assert found == [name.upper()] and not (place.of(name) / "log.txt").exists()
+
+
 def adapt(place, out, *words, code=0):
     """Return the ended process of tools/adapt.py on a run."""
     done = start([ROOT / "tools" / "adapt.py", place.of(out), *words], environment(DEVICE=None))
