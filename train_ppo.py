@@ -3875,6 +3875,8 @@ class Run(Stateful):
         """
         checkpoint = None
         damaged = []
+        if self.runtime.distributed:
+            check_ranks(self)
         if self.settings.resume:
             checkpoint, damaged = checkpoint_to_resume(self.folder)
             meta = json.loads((checkpoint / "meta.json").read_bytes())
@@ -3990,6 +3992,28 @@ def count_code(settings, source):
             "script and of CONFIG, which count"
         )
     return count
+
+
+def check_ranks(run):
+    """Raise UserError, on all ranks, if one has another script, other data or settings than rank 0.
+
+    On several nodes each has its own copy of the files and its own environment.
+    """
+    facts = {name: sha256 for name, sha256 in run.identity.items() if name.endswith("sha256")}
+    facts["code_sha256"] = run.code_sha256
+    for setting in fields(run.settings):
+        # The paths of nodes may differ, and rank 0 alone names the run and has a tracker.
+        if setting.type is not Paths and setting.name not in ("run_id", "tracker"):
+            facts[setting.name] = getattr(run.settings, setting.name)
+    of_ranks = [None] * run.runtime.world_size
+    dist.all_gather_object(of_ranks, facts)
+    for rank, others in enumerate(of_ranks):
+        for name, value in others.items():
+            if value != of_ranks[0][name]:
+                raise UserError(
+                    f"{name.upper()}={value!r} on rank {rank}: must be as on rank 0, "
+                    f"{of_ranks[0][name]!r}"
+                )
 
 
 def await_folder(run):
