@@ -7048,7 +7048,7 @@ def rank_share(queries, settings, runtime):
 
 
 def groups_of(answers, size):
-    """Return answers in groups of `size`, those of a prompt."""
+    """Return answers, which are in order, in lists of `size`."""
     return [answers[start : start + size] for start in range(0, len(answers), size)]
 
 
@@ -7056,7 +7056,7 @@ def token_row(answer):
     """Return an Answer's row of a batch, by name, see make_batches.
 
     Place i reads token i and predicts token i + 1, so the last token has no place. `advantages` has a
-    number for each place, or one for all.
+    number for each place, or one for all. What else a loss needs of an answer can stand beside it.
     """
     before = len(answer.prompt) - 1  # places that predict a token of the prompt: no loss there
     pairs = zip(answer.ids, answer.logps, strict=True)
@@ -7076,15 +7076,17 @@ def make_batches(answers, device, tokens):
     A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
     enters a state. ids (B, T); doc (B, T), zeros, because a row is one document; targets (B, T),
     the token after each if it is the answer's, else -1; mask, where it is; sampled (B, T), the
-    log-probabilities; advantages (B, 1), or (B, T) where tokens have their own.
+    log-probabilities; advantages (B, 1), or (B, T) where tokens have their own; numbers, the places
+    of the rows' answers in `answers`.
     """
-    answers = sorted(answers, key=lambda answer: len(answer.prompt) + len(answer.ids))
+    lengths = [len(answer.prompt) + len(answer.ids) for answer in answers]
+    order = sorted(range(len(answers)), key=lengths.__getitem__)
     batches = []
-    while answers:
-        longest = answers[-1]
-        count = max(1, tokens // (len(longest.prompt) + len(longest.ids) - 1))
-        rows = [token_row(answer) for answer in answers[-count:]]
-        del answers[-count:]
+    while order:
+        count = max(1, tokens // (lengths[order[-1]] - 1))
+        numbers = order[-count:]
+        del order[-count:]
+        rows = [token_row(answers[number]) for number in numbers]
         padded = {}
         for name in rows[0]:
             values = [torch.tensor(row[name]) for row in rows]
@@ -7092,7 +7094,9 @@ def make_batches(answers, device, tokens):
             padded[name] = pad_sequence(values, True, padding).to(device)
         doc = torch.zeros_like(padded["ids"])
         mask = padded["targets"] >= 0
-        batches.append(SimpleNamespace(**padded, doc=doc, mask=mask, reference=None))
+        batches.append(
+            SimpleNamespace(**padded, doc=doc, mask=mask, numbers=numbers, reference=None)
+        )
     return batches
 
 
