@@ -19,7 +19,7 @@ Sections between `# === shared:` fences are in other scripts too, byte for byte 
 in a copy of your own change them as you like.
 
 Where to change what:
-    another loss of a pair                pair_losses
+    another loss of a pair                pair_losses; a new one without a reference: reference_scores
     another score of an answer            pair_scores
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
@@ -27,10 +27,13 @@ Where to change what:
     another optimizer                     make_optimizers
     another schedule, another phase       Plan, PHASE_STARTS
     which pairs are read, of which form   row_pair, parse_pair
+    in which order they are read          epoch_numbers; epoch_order in main
     what a step logs                      pair_metrics
     what held-out pairs measure           pair_summary
+    what a resumed run continues with     Stateful, STATE; run.parts in main
     a new setting                         Settings; if a resumed run must keep it, IDENTITY
-Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
+Scores call the same forward and pair_losses: what is of training alone goes behind
+torch.is_grad_enabled(). A checkpoint has no state of torch's random numbers: seed them in each step.
 """
 
 # /// script
@@ -6844,7 +6847,7 @@ def main():
     clock = run.clock
     log("\n".join(map(str, notes)))
 
-    @functools.lru_cache(2)
+    @functools.lru_cache(2)  # a step may reach into the next epoch
     def epoch_order(epoch):
         rng = np.random.default_rng([settings.seed, 0, epoch])
         return rng.permutation(epoch_numbers(data.parts, settings.seed, epoch)).tolist()
@@ -6898,6 +6901,7 @@ def main():
             questions = [(pair.prompt, pair.chosen) for pair in data.held_out]
             record_answers(run, trainer, tokenizer, questions, title)
 
+    @torch.no_grad()
     def measure(scores):
         return pair_metrics(scores, held_out_reference, data.held_out, settings)
 
@@ -6962,9 +6966,7 @@ def main():
         step_optimizers(trainer.optimizers, multiplier, finite)
         trainer.update_averages(run)
         clock.send_report(loss, norm, stop[0])
-        metrics = {
-            name: value.double().sum() / max(1, len(value)) for name, value in values.items()
-        }
+        metrics = {name: value.double().mean() for name, value in values.items() if len(value)}
         metrics |= {
             "grad_norm": norm,
             "lr_mul": multiplier,
@@ -6977,6 +6979,7 @@ def main():
     if stop_signal.on_any_rank(runtime):  # also during the last save
         return leave_stopped(run, stop_signal)
 
+    @torch.no_grad()
     def loss_of_choice():
         scores = trainer.score(data.choice)
         losses, _ = pair_losses(scores, choice_reference, data.choice, settings)

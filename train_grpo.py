@@ -35,6 +35,7 @@ Where to change what:
     a term of it, in training only        GRPOTrainer.rewarded_answers
     what a step logs of answers           answer_metrics; of a term in training, GRPOTrainer.rollout
     what a step logs of tokens            UPDATE_SUMS, policy_loss
+    what a batch has of an answer         token_row, make_batches
     what is shown of answers              Samples.trained, Samples.show, shown_groups
     what a resumed run continues with     Stateful, STATE; run.parts in main
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block

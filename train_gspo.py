@@ -33,6 +33,7 @@ Where to change what:
     the entropy bonus                     GSPOTrainer.update
     what a step logs of answers           answer_metrics; of a term in training, GSPOTrainer.rollout
     what a step logs of tokens            UPDATE_SUMS, policy_loss
+    what a batch has of an answer         token_row, make_batches
     what is shown of answers              Samples.trained, Samples.show, shown_groups
     what a resumed run continues with     Stateful, STATE; run.parts in main
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
@@ -8267,7 +8268,7 @@ class GSPOTrainer(PolicyTrainer):
     @torch.no_grad()
     def batches_of(self, answers):
         """Return batches of the answers of a mini-batch from which something is learned, with `old`,
-        their log-probabilities before the update, and those of the reference and the teacher.
+        their log-probabilities before the update, and those of the reference.
 
         `old` is computed again, by the forward that trains. The sampler's differ in their last digits:
         a ratio would not begin at 1, and in a narrow band that would count.

@@ -25,12 +25,13 @@ in a copy of your own change them as you like.
 
 Where to change what:
     another loss or clip                  ppo_loss
-    another advantage                     advantage_estimates
+    another advantage                     advantage_estimates; whitened in PPOTrainer.experience
     the penalty in the rewards            shaped_rewards, divergences
     how answers are sampled               PPOTrainer.sample, generate
     another reward                        exact_match, weigh; or REWARD=file.py:function
     what a step logs of answers           answer_metrics
-    what a step logs of tokens            UPDATE_SUMS, ppo_loss
+    what a step logs of tokens            UPDATE_SUMS, ppo_loss; of advantages, PPOTrainer.experience
+    what a batch has of an answer         token_row, make_batches
     what a resumed run continues with     Stateful, STATE; run.parts in main
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
@@ -4481,7 +4482,7 @@ def set_encoders(tokenizer, encode_part):
         """Return a text in the form in which accents are part of their letters, if it is asked for."""
         return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
 
-    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    # tokenizers looks for most added tokens before it normalizes a text, for `normalized` ones after.
     added = facts.get("added", {})
     normalized = facts.get("normalized", [])
     early = {text: i for text, i in added.items() if text not in normalized}
@@ -4581,7 +4582,7 @@ def render_templates():
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Programs that shall give the same again are told the date by this variable.
+    # This variable holds the date for programs whose output must be reproducible.
     if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
         environment.globals["strftime_now"] = today.strftime
@@ -4885,7 +4886,7 @@ def file_rows(path):
         )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
-    # Some editors put a mark, of three bytes, before UTF-8.
+    # Some editors write a byte order mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
     value = parsed_json(content)
     if isinstance(value, bytes):  # JSON lines are no JSON after the first
@@ -6620,7 +6621,7 @@ def note_limits(settings, config, tokenizer, log):
     if 0 < config.context < longest:
         log(
             f"note: texts may have {longest} tokens, but the imported model was made for "
-            f"{config.context}: what is behind them it has never seen"
+            f"{config.context}: it has never seen what comes after them"
         )
 
 
@@ -7174,8 +7175,8 @@ def reward_means(answers, runtime):
 def update_metrics(updates, seconds):
     """Return the metrics of a step from those of its updates: a dict of 0-d tensors for each.
 
-    loss and grad_norm become means over updates, all others over tokens. Where nothing is learned,
-    because no answer has an advantage, these are missing.
+    loss and grad_norm become means over updates, all others means over tokens. The latter are missing
+    where no token was learned, because no answer has an advantage.
     """
     rows = [torch.stack([*update.values()]).double() for update in updates]
     columns = torch.stack(rows).cpu().T  # (names, updates): all of them reach the host at once
@@ -7228,7 +7229,7 @@ class PolicyTrainer:
         self.reward_weights = reward_weights
         self.columns = {"prompt": None}  # of all queries: an absent one is None
         self.add_columns(train_dataset)
-        self.say = log  # how far sampling is; in a program nothing is said of it
+        self.say = log  # for lines on how far sampling is; in a program there are none
         self.log = log or (lambda text, stream=None: sys.stderr.write(f"{text}\n"))
         self.is_unmarked = False  # whether the log says that to an answer no function applied
         self.ref_model = None
@@ -7245,7 +7246,7 @@ class PolicyTrainer:
         self.stop = stop_ids(tokenizer)
         self.compiled = settings.compile  # whether steps of sampling are
         self.steps = 0  # of train_step and train so far
-        # choose_policy ends it. From then on no fault of an environment ends the run.
+        # False from choose_policy on: a fault of an environment then no longer ends the run.
         self.is_training = True
 
     def add_columns(self, queries):
@@ -7966,7 +7967,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
         else:
             rewards = judged(self, answers)
         for answer, reward in zip(answers, rewards.tolist(), strict=True):
-            answer.reward = answer.advantage = reward
+            answer.reward = answer.advantage = reward  # `experience` makes advantages of it
         metrics = answer_metrics(answers, rewards, seconds, self.runtime)
         metrics |= reward_means(answers, self.runtime)
         if settings.group_size > 1:
@@ -7980,12 +7981,13 @@ class PPOTrainer(PolicyTrainer, Stateful):
         answer is drawn; elsewhere 0."""
         network = self.network
         features = row_features(network, batch)
-        trunk = SimpleNamespace(
+        # token_scores gets a network whose features are there already: values need them, too.
+        computed = SimpleNamespace(
             features=lambda ids, doc: features, logits=network.logits, config=network.config
         )
         settings = self.settings
         logps, entropy = token_scores(
-            trunk, batch, settings.temperature, entropy_grad=settings.entropy_beta > 0
+            computed, batch, settings.temperature, entropy_grad=settings.entropy_beta > 0
         )
         values = features.to(network.w_value.dtype) @ network.w_value
         return logps, torch.where(batch.mask, values, 0.0), entropy
@@ -7998,7 +8000,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
         """
         settings = self.settings
         mini_batches = []
-        tokens = []  # of the answers: k1, k3, advantage and return
+        tokens = []  # of each batch (4, n): k1, k3, advantage and return of the answers' tokens
         with self.weights(qat):
             for answers in rollout.mini_batches(settings.mini_batches):
                 mini_batches.append([])
@@ -8009,7 +8011,8 @@ class PPOTrainer(PolicyTrainer, Stateful):
                         reference = token_logps(self.ref_model, batch, settings.temperature)
                     k1, k3 = divergences(old, reference, batch.mask)
                     divergence = k1 if settings.kl_shaping == "k1" else k3
-                    rewards = shaped_rewards(batch.advantages, divergence, batch.mask, self.kl_beta)
+                    scores = batch.advantages  # so far the answers' rewards (B, 1), see rollout
+                    rewards = shaped_rewards(scores, divergence, batch.mask, self.kl_beta)
                     batch.old = old
                     batch.values = values
                     batch.advantages = advantage_estimates(
@@ -8024,7 +8027,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
         means, variances = moments(torch.cat(tokens, dim=1), self.runtime)
         k1, k3, mean, _ = means
         _, _, variance, spread = variances
-        for batch in itertools.chain(*mini_batches):  # advantages are whitened; returns are not
+        for batch in itertools.chain(*mini_batches):  # whitens advantages; returns stay
             white = (batch.advantages - mean) * (variance + 1e-8).rsqrt() * batch.mask
             batch.advantages = white.to(batch.values)
         metrics = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}

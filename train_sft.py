@@ -23,7 +23,7 @@ Sections between `# === shared:` fences are in other scripts too, byte for byte 
 in a copy of your own change them as you like.
 
 Where to change what:
-    another loss, a term of it            SFTTrainer.forward_backward
+    another loss, a term of it            SFTTrainer.forward_backward; of held-out rows: SFTTrainer.score
     another loss of distillation          distilled_losses
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
@@ -31,11 +31,15 @@ Where to change what:
     another optimizer                     make_optimizers
     another schedule, another phase       Plan, PHASE_STARTS
     which rows are read, of which form    row_turns, parse_row
+    in which order rows are read          epoch_windows, step_windows
     which tokens are learned              turn_ids
     what a step logs                      main; the dict `metrics`
     what held-out rows measure            row_summary
+    what a resumed run continues with     Stateful, STATE; run.parts in main
     a new setting                         Settings; if a resumed run must keep it, IDENTITY
-Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
+Scores have a loss of their own, but call the same forward: what is of training alone goes there
+behind torch.is_grad_enabled(). A checkpoint has no state of torch's random numbers: seed them in
+each step.
 """
 
 # /// script
