@@ -4473,7 +4473,7 @@ def set_encoders(tokenizer, encode_part):
         """Return a text in the form in which accents are part of their letters, if it is asked for."""
         return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
 
-    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    # tokenizers looks for most added tokens before it normalizes a text, for `normalized` ones after.
     added = facts.get("added", {})
     normalized = facts.get("normalized", [])
     early = {text: i for text, i in added.items() if text not in normalized}
@@ -4573,7 +4573,7 @@ def render_templates():
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Programs that shall give the same again are told the date by this variable.
+    # This variable holds the date for programs whose output must be reproducible.
     if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
         environment.globals["strftime_now"] = today.strftime
@@ -4877,7 +4877,7 @@ def file_rows(path):
         )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
-    # Some editors put a mark, of three bytes, before UTF-8.
+    # Some editors write a byte order mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
     value = parsed_json(content)
     if isinstance(value, bytes):  # JSON lines are no JSON after the first
@@ -5904,7 +5904,7 @@ def note_limits(settings, config, tokenizer, log):
     if 0 < config.context < longest:
         log(
             f"note: texts may have {longest} tokens, but the imported model was made for "
-            f"{config.context}: what is behind them it has never seen"
+            f"{config.context}: it has never seen what comes after them"
         )
 
 

@@ -4500,7 +4500,7 @@ def set_encoders(tokenizer, encode_part):
         """Return a text in the form in which accents are part of their letters, if it is asked for."""
         return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
 
-    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    # tokenizers looks for most added tokens before it normalizes a text, for `normalized` ones after.
     added = facts.get("added", {})
     normalized = facts.get("normalized", [])
     early = {text: i for text, i in added.items() if text not in normalized}
@@ -4600,7 +4600,7 @@ def render_templates():
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Programs that shall give the same again are told the date by this variable.
+    # This variable holds the date for programs whose output must be reproducible.
     if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
         environment.globals["strftime_now"] = today.strftime
@@ -4904,7 +4904,7 @@ def file_rows(path):
         )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
-    # Some editors put a mark, of three bytes, before UTF-8.
+    # Some editors write a byte order mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
     value = parsed_json(content)
     if isinstance(value, bytes):  # JSON lines are no JSON after the first
@@ -6639,7 +6639,7 @@ def note_limits(settings, config, tokenizer, log):
     if 0 < config.context < longest:
         log(
             f"note: texts may have {longest} tokens, but the imported model was made for "
-            f"{config.context}: what is behind them it has never seen"
+            f"{config.context}: it has never seen what comes after them"
         )
 
 
@@ -7193,8 +7193,8 @@ def reward_means(answers, runtime):
 def update_metrics(updates, seconds):
     """Return the metrics of a step from those of its updates: a dict of 0-d tensors for each.
 
-    loss and grad_norm become means over updates, all others over tokens. Where nothing is learned,
-    because no answer has an advantage, these are missing.
+    loss and grad_norm become means over updates, all others means over tokens. The latter are missing
+    where no token was learned, because no answer has an advantage.
     """
     rows = [torch.stack([*update.values()]).double() for update in updates]
     columns = torch.stack(rows).cpu().T  # (names, updates): all of them reach the host at once
@@ -7247,7 +7247,7 @@ class PolicyTrainer:
         self.reward_weights = reward_weights
         self.columns = {"prompt": None}  # of all queries: an absent one is None
         self.add_columns(train_dataset)
-        self.say = log  # how far sampling is; in a program nothing is said of it
+        self.say = log  # for lines on how far sampling is; in a program there are none
         self.log = log or (lambda text, stream=None: sys.stderr.write(f"{text}\n"))
         self.is_unmarked = False  # whether the log says that to an answer no function applied
         self.ref_model = None
@@ -7264,7 +7264,7 @@ class PolicyTrainer:
         self.stop = stop_ids(tokenizer)
         self.compiled = settings.compile  # whether steps of sampling are
         self.steps = 0  # of train_step and train so far
-        # choose_policy ends it. From then on no fault of an environment ends the run.
+        # False from choose_policy on: a fault of an environment then no longer ends the run.
         self.is_training = True
 
     def add_columns(self, queries):
