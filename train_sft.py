@@ -4956,7 +4956,7 @@ CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fiel
 MESSAGE_FIELDS = ("role", "from", *CONTENTS, "function_call", "weight", "train", "loss")
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
-LOSSES = (
+ANSWER_FIELDS = (
     "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
     "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
     "system system_prompt history context documents chat_template_kwargs choices options passage "
@@ -5074,7 +5074,7 @@ def note_fields(fields, known, prefix, notes):
             continue
         if name in ("weight", "train", "loss") and value in (0, 1):
             continue  # is_unlearned heeds them
-        kind = "not used" if name in LOSSES else "columns not read"
+        kind = "not used" if name in ANSWER_FIELDS else "columns not read"
         notes.add((kind, prefix + str(name)))
 
 
