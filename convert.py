@@ -1869,7 +1869,7 @@ def set_encoders(tokenizer, encode_part):
         """Return a text in the form in which accents are part of their letters, if it is asked for."""
         return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
 
-    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    # tokenizers looks for most added tokens before it normalizes a text, for `normalized` ones after.
     added = facts.get("added", {})
     normalized = facts.get("normalized", [])
     early = {text: i for text, i in added.items() if text not in normalized}
@@ -1969,7 +1969,7 @@ def render_templates():
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Programs that shall give the same again are told the date by this variable.
+    # This variable holds the date for programs whose output must be reproducible.
     if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
         environment.globals["strftime_now"] = today.strftime

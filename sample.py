@@ -1376,6 +1376,7 @@ ABSENT_FEATURES = (
     "LN_SCALE",
     "LORA_DROPOUT",
     "MTP_NUM_HEADS",
+    "NEFTUNE_NOISE_ALPHA",
     "NUM_LOOPS",
     "PARALLEL_START_LAYER",
     "PHASED_TTT_ENABLED",
@@ -1399,6 +1400,8 @@ OTHER_NAMES = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "CLIPRANGE": "RIGHT_CLIP_RANGE",
+    "CLIPRANGE_VALUE": 0.2,
     "DATASET": "DATA_PATH",
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
@@ -1416,6 +1419,8 @@ OTHER_NAMES = {
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HOLDOUT_TOKENS": 131072,
     "KL_COEF": "KL_BETA",
+    "KL_ESTIMATOR": "KL_SHAPING",
+    "LAM": "GAE_LAMBDA",
     "LATE_QAT": "QAT",
     "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
@@ -1441,6 +1446,8 @@ OTHER_NAMES = {
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "EPOCHS",
+    "NUM_MINI_BATCHES": "MINI_BATCHES",
+    "NUM_PPO_EPOCHS": "EPOCHS",
     "NUM_TRAIN_EPOCHS": "ITERATIONS",
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
@@ -1450,6 +1457,7 @@ OTHER_NAMES = {
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
     "REPORT_TO": "TRACKER",
+    "RESPONSE_LENGTH": "MAX_NEW_TOKENS",
     "ROPE_BASE": 10000.0,
     "SAVE_STEPS": "SAVE_EVERY",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
@@ -1459,6 +1467,7 @@ OTHER_NAMES = {
     "TTT_ENABLED": "TTT_LORA_RANK",
     "TTT_LORA_RANK": 0,
     "USE_PEFT": "LORA_RANK",
+    "VF_COEF": 0.1,
     "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_RATIO": "WARMUP_FRAC",
@@ -1509,7 +1518,6 @@ OUR_SETTINGS = {
     "EVAL_SAMPLES",
     "EVAL_STATEFUL",
     "EVAL_STRIDE",
-    "GAE_LAMBDA",
     "GDN_LIGHT",
     "HEAD_LR",
     "HELD_OUT",
@@ -1520,7 +1528,6 @@ OUR_SETTINGS = {
     "KD_TEMPERATURE",
     "KD_TOP_K",
     "KERNELS",
-    "KL_SHAPING",
     "KL_TARGET",
     "LABEL_SMOOTHING",
     "LAYER_PATTERN",
@@ -1533,7 +1540,6 @@ OUR_SETTINGS = {
     "MAX_TURNS",
     "MAX_WALLCLOCK_SECONDS",
     "MEMORY_SNAPSHOT",
-    "MINI_BATCHES",
     "MLP",
     "MLP_MULT",
     "MODE",
@@ -2473,7 +2479,7 @@ def set_encoders(tokenizer, encode_part):
         """Return a text in the form in which accents are part of their letters, if it is asked for."""
         return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
 
-    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    # tokenizers looks for most added tokens before it normalizes a text, for `normalized` ones after.
     added = facts.get("added", {})
     normalized = facts.get("normalized", [])
     early = {text: i for text, i in added.items() if text not in normalized}
@@ -2573,7 +2579,7 @@ def render_templates():
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Programs that shall give the same again are told the date by this variable.
+    # This variable holds the date for programs whose output must be reproducible.
     if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
         environment.globals["strftime_now"] = today.strftime
@@ -2877,7 +2883,7 @@ def file_rows(path):
         )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
-    # Some editors put a mark, of three bytes, before UTF-8.
+    # Some editors write a byte order mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
     value = parsed_json(content)
     if isinstance(value, bytes):  # JSON lines are no JSON after the first
@@ -2944,7 +2950,7 @@ CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fiel
 MESSAGE_FIELDS = ("role", "from", *CONTENTS, "function_call", "weight", "train", "loss")
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
-LOSSES = (
+ANSWER_FIELDS = (
     "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
     "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
     "system system_prompt history context documents chat_template_kwargs choices options passage "
@@ -3062,7 +3068,7 @@ def note_fields(fields, known, prefix, notes):
             continue
         if name in ("weight", "train", "loss") and value in (0, 1):
             continue  # is_unlearned heeds them
-        kind = "not used" if name in LOSSES else "columns not read"
+        kind = "not used" if name in ANSWER_FIELDS else "columns not read"
         notes.add((kind, prefix + str(name)))
 
 

@@ -19,7 +19,7 @@ Sections between `# === shared:` fences are in other scripts too, byte for byte 
 in a copy of your own change them as you like.
 
 Where to change what:
-    another loss of a pair                pair_losses
+    another loss of a pair                pair_losses; a new one without a reference: reference_scores
     another score of an answer            pair_scores
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
@@ -27,10 +27,13 @@ Where to change what:
     another optimizer                     make_optimizers
     another schedule, another phase       Plan, PHASE_STARTS
     which pairs are read, of which form   row_pair, parse_pair
+    in which order they are read          epoch_numbers; epoch_order in main
     what a step logs                      pair_metrics
     what held-out pairs measure           pair_summary
+    what a resumed run continues with     Stateful, STATE; run.parts in main
     a new setting                         Settings; if a resumed run must keep it, IDENTITY
-Scores call the same forward: a term of training alone goes behind torch.is_grad_enabled().
+Scores call the same forward and pair_losses: what is of training alone goes behind
+torch.is_grad_enabled(). A checkpoint has no state of torch's random numbers: seed them in each step.
 """
 
 # /// script
@@ -2496,6 +2499,7 @@ ABSENT_FEATURES = (
     "LN_SCALE",
     "LORA_DROPOUT",
     "MTP_NUM_HEADS",
+    "NEFTUNE_NOISE_ALPHA",
     "NUM_LOOPS",
     "PARALLEL_START_LAYER",
     "PHASED_TTT_ENABLED",
@@ -2519,6 +2523,8 @@ OTHER_NAMES = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "CLIPRANGE": "RIGHT_CLIP_RANGE",
+    "CLIPRANGE_VALUE": 0.2,
     "DATASET": "DATA_PATH",
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
@@ -2536,6 +2542,8 @@ OTHER_NAMES = {
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HOLDOUT_TOKENS": 131072,
     "KL_COEF": "KL_BETA",
+    "KL_ESTIMATOR": "KL_SHAPING",
+    "LAM": "GAE_LAMBDA",
     "LATE_QAT": "QAT",
     "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
@@ -2561,6 +2569,8 @@ OTHER_NAMES = {
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "EPOCHS",
+    "NUM_MINI_BATCHES": "MINI_BATCHES",
+    "NUM_PPO_EPOCHS": "EPOCHS",
     "NUM_TRAIN_EPOCHS": "ITERATIONS",
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
@@ -2570,6 +2580,7 @@ OTHER_NAMES = {
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
     "REPORT_TO": "TRACKER",
+    "RESPONSE_LENGTH": "MAX_NEW_TOKENS",
     "ROPE_BASE": 10000.0,
     "SAVE_STEPS": "SAVE_EVERY",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
@@ -2579,6 +2590,7 @@ OTHER_NAMES = {
     "TTT_ENABLED": "TTT_LORA_RANK",
     "TTT_LORA_RANK": 0,
     "USE_PEFT": "LORA_RANK",
+    "VF_COEF": 0.1,
     "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_RATIO": "WARMUP_FRAC",
@@ -2629,7 +2641,6 @@ OUR_SETTINGS = {
     "EVAL_SAMPLES",
     "EVAL_STATEFUL",
     "EVAL_STRIDE",
-    "GAE_LAMBDA",
     "GDN_LIGHT",
     "HEAD_LR",
     "HELD_OUT",
@@ -2640,7 +2651,6 @@ OUR_SETTINGS = {
     "KD_TEMPERATURE",
     "KD_TOP_K",
     "KERNELS",
-    "KL_SHAPING",
     "KL_TARGET",
     "LABEL_SMOOTHING",
     "LAYER_PATTERN",
@@ -2653,7 +2663,6 @@ OUR_SETTINGS = {
     "MAX_TURNS",
     "MAX_WALLCLOCK_SECONDS",
     "MEMORY_SNAPSHOT",
-    "MINI_BATCHES",
     "MLP",
     "MLP_MULT",
     "MODE",
@@ -4501,7 +4510,7 @@ def set_encoders(tokenizer, encode_part):
         """Return a text in the form in which accents are part of their letters, if it is asked for."""
         return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
 
-    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    # tokenizers looks for most added tokens before it normalizes a text, for `normalized` ones after.
     added = facts.get("added", {})
     normalized = facts.get("normalized", [])
     early = {text: i for text, i in added.items() if text not in normalized}
@@ -4601,7 +4610,7 @@ def render_templates():
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Programs that shall give the same again are told the date by this variable.
+    # This variable holds the date for programs whose output must be reproducible.
     if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
         environment.globals["strftime_now"] = today.strftime
@@ -4905,7 +4914,7 @@ def file_rows(path):
         )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
-    # Some editors put a mark, of three bytes, before UTF-8.
+    # Some editors write a byte order mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
     value = parsed_json(content)
     if isinstance(value, bytes):  # JSON lines are no JSON after the first
@@ -4972,7 +4981,7 @@ CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fiel
 MESSAGE_FIELDS = ("role", "from", *CONTENTS, "function_call", "weight", "train", "loss")
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
-LOSSES = (
+ANSWER_FIELDS = (
     "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
     "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
     "system system_prompt history context documents chat_template_kwargs choices options passage "
@@ -5090,7 +5099,7 @@ def note_fields(fields, known, prefix, notes):
             continue
         if name in ("weight", "train", "loss") and value in (0, 1):
             continue  # is_unlearned heeds them
-        kind = "not used" if name in LOSSES else "columns not read"
+        kind = "not used" if name in ANSWER_FIELDS else "columns not read"
         notes.add((kind, prefix + str(name)))
 
 
@@ -5932,7 +5941,7 @@ def note_limits(settings, config, tokenizer, log):
     if 0 < config.context < longest:
         log(
             f"note: texts may have {longest} tokens, but the imported model was made for "
-            f"{config.context}: what is behind them it has never seen"
+            f"{config.context}: it has never seen what comes after them"
         )
 
 
@@ -6875,7 +6884,7 @@ def main():
     clock = run.clock
     log("\n".join(map(str, notes)))
 
-    @functools.lru_cache(2)
+    @functools.lru_cache(2)  # a step may reach into the next epoch
     def epoch_order(epoch):
         rng = np.random.default_rng([settings.seed, 0, epoch])
         return rng.permutation(epoch_numbers(data.parts, settings.seed, epoch)).tolist()
@@ -6929,6 +6938,7 @@ def main():
             questions = [(pair.prompt, pair.chosen) for pair in data.held_out]
             record_answers(run, trainer, tokenizer, questions, title)
 
+    @torch.no_grad()
     def measure(scores):
         return pair_metrics(scores, held_out_reference, data.held_out, settings)
 
@@ -6993,9 +7003,7 @@ def main():
         step_optimizers(trainer.optimizers, multiplier, finite)
         trainer.update_averages(run)
         clock.send_report(loss, norm, stop[0])
-        metrics = {
-            name: value.double().sum() / max(1, len(value)) for name, value in values.items()
-        }
+        metrics = {name: value.double().mean() for name, value in values.items() if len(value)}
         metrics |= {
             "grad_norm": norm,
             "lr_mul": multiplier,
@@ -7008,6 +7016,7 @@ def main():
     if stop_signal.on_any_rank(runtime):  # also during the last save
         return leave_stopped(run, stop_signal)
 
+    @torch.no_grad()
     def loss_of_choice():
         scores = trainer.score(data.choice)
         losses, _ = pair_losses(scores, choice_reference, data.choice, settings)

@@ -25,12 +25,13 @@ in a copy of your own change them as you like.
 
 Where to change what:
     another loss or clip                  ppo_loss
-    another advantage                     advantage_estimates
+    another advantage                     advantage_estimates; whitened in PPOTrainer.experience
     the penalty in the rewards            shaped_rewards, divergences
     how answers are sampled               PPOTrainer.sample, generate
     another reward                        exact_match, weigh; or REWARD=file.py:function
     what a step logs of answers           answer_metrics
-    what a step logs of tokens            UPDATE_SUMS, ppo_loss
+    what a step logs of tokens            UPDATE_SUMS, ppo_loss; of advantages, PPOTrainer.experience
+    what a batch has of an answer         token_row, make_batches
     what a resumed run continues with     Stateful, STATE; run.parts in main
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
@@ -2507,6 +2508,7 @@ ABSENT_FEATURES = (
     "LN_SCALE",
     "LORA_DROPOUT",
     "MTP_NUM_HEADS",
+    "NEFTUNE_NOISE_ALPHA",
     "NUM_LOOPS",
     "PARALLEL_START_LAYER",
     "PHASED_TTT_ENABLED",
@@ -2530,6 +2532,8 @@ OTHER_NAMES = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+    "CLIPRANGE": "RIGHT_CLIP_RANGE",
+    "CLIPRANGE_VALUE": 0.2,
     "DATASET": "DATA_PATH",
     "EMA_DECAY": "EMA",
     "EMA_ENABLED": "EMA",
@@ -2547,6 +2551,8 @@ OTHER_NAMES = {
     "GRAD_CLIP": "GRAD_CLIP_NORM",
     "HOLDOUT_TOKENS": 131072,
     "KL_COEF": "KL_BETA",
+    "KL_ESTIMATOR": "KL_SHAPING",
+    "LAM": "GAE_LAMBDA",
     "LATE_QAT": "QAT",
     "LATE_QAT_THRESHOLD": "QAT",
     "LEARNING_RATE": "MATRIX_LR",
@@ -2572,6 +2578,8 @@ OTHER_NAMES = {
     "MUON_WEIGHT_DECAY": "MUON_WD",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "NUM_ITERATIONS": "EPOCHS",
+    "NUM_MINI_BATCHES": "MINI_BATCHES",
+    "NUM_PPO_EPOCHS": "EPOCHS",
     "NUM_TRAIN_EPOCHS": "ITERATIONS",
     "N_EMBD": "MODEL_DIM",
     "N_HEAD": "NUM_HEADS",
@@ -2581,6 +2589,7 @@ OTHER_NAMES = {
     "QAT_ENABLED": "QAT",
     "QK_NORM": "QK_GAIN_INIT",
     "REPORT_TO": "TRACKER",
+    "RESPONSE_LENGTH": "MAX_NEW_TOKENS",
     "ROPE_BASE": 10000.0,
     "SAVE_STEPS": "SAVE_EVERY",
     "SEQ_LEN": "TRAIN_SEQ_LEN",
@@ -2590,6 +2599,7 @@ OTHER_NAMES = {
     "TTT_ENABLED": "TTT_LORA_RANK",
     "TTT_LORA_RANK": 0,
     "USE_PEFT": "LORA_RANK",
+    "VF_COEF": 0.1,
     "WARMDOWN_FRACTION": "WARMDOWN_FRAC",
     "WARMUP_ITERS": "WARMUP_FRAC",
     "WARMUP_RATIO": "WARMUP_FRAC",
@@ -2640,7 +2650,6 @@ OUR_SETTINGS = {
     "EVAL_SAMPLES",
     "EVAL_STATEFUL",
     "EVAL_STRIDE",
-    "GAE_LAMBDA",
     "GDN_LIGHT",
     "HEAD_LR",
     "HELD_OUT",
@@ -2651,7 +2660,6 @@ OUR_SETTINGS = {
     "KD_TEMPERATURE",
     "KD_TOP_K",
     "KERNELS",
-    "KL_SHAPING",
     "KL_TARGET",
     "LABEL_SMOOTHING",
     "LAYER_PATTERN",
@@ -2664,7 +2672,6 @@ OUR_SETTINGS = {
     "MAX_TURNS",
     "MAX_WALLCLOCK_SECONDS",
     "MEMORY_SNAPSHOT",
-    "MINI_BATCHES",
     "MLP",
     "MLP_MULT",
     "MODE",
@@ -4512,7 +4519,7 @@ def set_encoders(tokenizer, encode_part):
         """Return a text in the form in which accents are part of their letters, if it is asked for."""
         return unicodedata.normalize("NFC", text) if facts.get("nfc") else text
 
-    # tokenizers looks for most added tokens before it normalizes a text, for these behind it.
+    # tokenizers looks for most added tokens before it normalizes a text, for `normalized` ones after.
     added = facts.get("added", {})
     normalized = facts.get("normalized", [])
     early = {text: i for text, i in added.items() if text not in normalized}
@@ -4612,7 +4619,7 @@ def render_templates():
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    # Programs that shall give the same again are told the date by this variable.
+    # This variable holds the date for programs whose output must be reproducible.
     if seconds := os.environ.get("SOURCE_DATE_EPOCH"):
         today = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
         environment.globals["strftime_now"] = today.strftime
@@ -4916,7 +4923,7 @@ def file_rows(path):
         )
     if path.lower().endswith(".parquet"):
         return table_rows(path)
-    # Some editors put a mark, of three bytes, before UTF-8.
+    # Some editors write a byte order mark, of three bytes, before UTF-8.
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
     value = parsed_json(content)
     if isinstance(value, bytes):  # JSON lines are no JSON after the first
@@ -4983,7 +4990,7 @@ CONTENTS = ("content", "value", "tool_calls")  # a message has one of these fiel
 MESSAGE_FIELDS = ("role", "from", *CONTENTS, "function_call", "weight", "train", "loss")
 MEDIA = "image images image_url audio audios video videos".split()
 # Fields of rows and messages that say something about the answer. Others (id, source) are columns.
-LOSSES = (
+ANSWER_FIELDS = (
     "name tool_call_id tools functions refusal weight label rating ratings score scores margin "
     "score_chosen score_rejected chosen_score rejected_score chosen_rating rejected_rating "
     "system system_prompt history context documents chat_template_kwargs choices options passage "
@@ -5101,7 +5108,7 @@ def note_fields(fields, known, prefix, notes):
             continue
         if name in ("weight", "train", "loss") and value in (0, 1):
             continue  # is_unlearned heeds them
-        kind = "not used" if name in LOSSES else "columns not read"
+        kind = "not used" if name in ANSWER_FIELDS else "columns not read"
         notes.add((kind, prefix + str(name)))
 
 
@@ -6651,7 +6658,7 @@ def note_limits(settings, config, tokenizer, log):
     if 0 < config.context < longest:
         log(
             f"note: texts may have {longest} tokens, but the imported model was made for "
-            f"{config.context}: what is behind them it has never seen"
+            f"{config.context}: it has never seen what comes after them"
         )
 
 
@@ -7017,7 +7024,7 @@ def rank_share(queries, settings, runtime):
 
 
 def groups_of(answers, size):
-    """Return answers in groups of `size`, those of a prompt."""
+    """Return answers, which are in order, in lists of `size`."""
     return [answers[start : start + size] for start in range(0, len(answers), size)]
 
 
@@ -7025,7 +7032,7 @@ def token_row(answer):
     """Return an Answer's row of a batch, by name, see make_batches.
 
     Place i reads token i and predicts token i + 1, so the last token has no place. `advantages` has a
-    number for each place, or one for all.
+    number for each place, or one for all. What else a loss needs of an answer can stand beside it.
     """
     before = len(answer.prompt) - 1  # places that predict a token of the prompt: no loss there
     pairs = zip(answer.ids, answer.logps, strict=True)
@@ -7045,15 +7052,17 @@ def make_batches(answers, device, tokens):
     A batch has at most `tokens` tokens, or one row. Rows are padded on the right, so no padding
     enters a state. ids (B, T); doc (B, T), zeros, because a row is one document; targets (B, T),
     the token after each if it is the answer's, else -1; mask, where it is; sampled (B, T), the
-    log-probabilities; advantages (B, 1), or (B, T) where tokens have their own.
+    log-probabilities; advantages (B, 1), or (B, T) where tokens have their own; numbers, the places
+    of the rows' answers in `answers`.
     """
-    answers = sorted(answers, key=lambda answer: len(answer.prompt) + len(answer.ids))
+    lengths = [len(answer.prompt) + len(answer.ids) for answer in answers]
+    order = sorted(range(len(answers)), key=lengths.__getitem__)
     batches = []
-    while answers:
-        longest = answers[-1]
-        count = max(1, tokens // (len(longest.prompt) + len(longest.ids) - 1))
-        rows = [token_row(answer) for answer in answers[-count:]]
-        del answers[-count:]
+    while order:
+        count = max(1, tokens // (lengths[order[-1]] - 1))
+        numbers = order[-count:]
+        del order[-count:]
+        rows = [token_row(answers[number]) for number in numbers]
         padded = {}
         for name in rows[0]:
             values = [torch.tensor(row[name]) for row in rows]
@@ -7061,7 +7070,9 @@ def make_batches(answers, device, tokens):
             padded[name] = pad_sequence(values, True, padding).to(device)
         doc = torch.zeros_like(padded["ids"])
         mask = padded["targets"] >= 0
-        batches.append(SimpleNamespace(**padded, doc=doc, mask=mask, reference=None))
+        batches.append(
+            SimpleNamespace(**padded, doc=doc, mask=mask, numbers=numbers, reference=None)
+        )
     return batches
 
 
@@ -7201,8 +7212,8 @@ def reward_means(answers, runtime):
 def update_metrics(updates, seconds):
     """Return the metrics of a step from those of its updates: a dict of 0-d tensors for each.
 
-    loss and grad_norm become means over updates, all others over tokens. Where nothing is learned,
-    because no answer has an advantage, these are missing.
+    loss and grad_norm become means over updates, all others means over tokens. The latter are missing
+    where no token was learned, because no answer has an advantage.
     """
     rows = [torch.stack([*update.values()]).double() for update in updates]
     columns = torch.stack(rows).cpu().T  # (names, updates): all of them reach the host at once
@@ -7255,7 +7266,7 @@ class PolicyTrainer:
         self.reward_weights = reward_weights
         self.columns = {"prompt": None}  # of all queries: an absent one is None
         self.add_columns(train_dataset)
-        self.say = log  # how far sampling is; in a program nothing is said of it
+        self.say = log  # for lines on how far sampling is; in a program there are none
         self.log = log or (lambda text, stream=None: sys.stderr.write(f"{text}\n"))
         self.is_unmarked = False  # whether the log says that to an answer no function applied
         self.ref_model = None
@@ -7272,7 +7283,7 @@ class PolicyTrainer:
         self.stop = stop_ids(tokenizer)
         self.compiled = settings.compile  # whether steps of sampling are
         self.steps = 0  # of train_step and train so far
-        # choose_policy ends it. From then on no fault of an environment ends the run.
+        # False from choose_policy on: a fault of an environment then no longer ends the run.
         self.is_training = True
 
     def add_columns(self, queries):
@@ -7749,18 +7760,17 @@ def answer_values(network, tokenizer, answers, tokens):
     """
     end = answer_end(tokenizer)
     texts = []
-    for number, answer in enumerate(answers):
-        # One target behind the whole text: the mask is where its last token is. Batches have
-        # another order: the advantage is the answer's number.
+    for answer in answers:
+        # One target after the whole text: the mask is where its last token is.
         text = [*answer.prompt, *answer.ids]
         if not answer.finished:
             text.append(end)
-        texts.append(Answer(prompt=text, ids=[0], logps=[0.0], advantage=number))
+        texts.append(Answer(prompt=text, ids=[0], logps=[0.0]))
     values = torch.zeros(len(answers))
     for batch in make_batches(texts, network.embed.device, tokens):
         last = row_features(network, batch)[batch.mask]  # (answers, dim)
         scores = last.to(network.w_value.dtype) @ network.w_value
-        values[batch.advantages[:, 0].cpu()] = scores.to(values)
+        values[batch.numbers] = scores.to(values)
     return values
 
 
@@ -7994,7 +8004,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
         else:
             rewards = judged(self, answers)
         for answer, reward in zip(answers, rewards.tolist(), strict=True):
-            answer.reward = answer.advantage = reward
+            answer.reward = answer.advantage = reward  # `experience` makes advantages of it
         metrics = answer_metrics(answers, rewards, seconds, self.runtime)
         metrics |= reward_means(answers, self.runtime)
         if settings.group_size > 1:
@@ -8008,12 +8018,13 @@ class PPOTrainer(PolicyTrainer, Stateful):
         answer is drawn; elsewhere 0."""
         network = self.network
         features = row_features(network, batch)
-        trunk = SimpleNamespace(
+        # token_scores gets a network whose features are there already: values need them, too.
+        computed = SimpleNamespace(
             features=lambda ids, doc: features, logits=network.logits, config=network.config
         )
         settings = self.settings
         logps, entropy = token_scores(
-            trunk, batch, settings.temperature, entropy_grad=settings.entropy_beta > 0
+            computed, batch, settings.temperature, entropy_grad=settings.entropy_beta > 0
         )
         values = features.to(network.w_value.dtype) @ network.w_value
         return logps, torch.where(batch.mask, values, 0.0), entropy
@@ -8026,7 +8037,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
         """
         settings = self.settings
         mini_batches = []
-        tokens = []  # of the answers: k1, k3, advantage and return
+        tokens = []  # of each batch (4, n): k1, k3, advantage and return of the answers' tokens
         with self.weights(qat):
             for answers in rollout.mini_batches(settings.mini_batches):
                 mini_batches.append([])
@@ -8037,7 +8048,8 @@ class PPOTrainer(PolicyTrainer, Stateful):
                         reference = token_logps(self.ref_model, batch, settings.temperature)
                     k1, k3 = divergences(old, reference, batch.mask)
                     divergence = k1 if settings.kl_shaping == "k1" else k3
-                    rewards = shaped_rewards(batch.advantages, divergence, batch.mask, self.kl_beta)
+                    scores = batch.advantages  # so far the answers' rewards (B, 1), see rollout
+                    rewards = shaped_rewards(scores, divergence, batch.mask, self.kl_beta)
                     batch.old = old
                     batch.values = values
                     batch.advantages = advantage_estimates(
@@ -8052,7 +8064,7 @@ class PPOTrainer(PolicyTrainer, Stateful):
         means, variances = moments(torch.cat(tokens, dim=1), self.runtime)
         k1, k3, mean, _ = means
         _, _, variance, spread = variances
-        for batch in itertools.chain(*mini_batches):  # advantages are whitened; returns are not
+        for batch in itertools.chain(*mini_batches):  # whitens advantages; returns stay
             white = (batch.advantages - mean) * (variance + 1e-8).rsqrt() * batch.mask
             batch.advantages = white.to(batch.values)
         metrics = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}

@@ -446,6 +446,30 @@ def test_only_pairs_that_are_read_have_a_reference(place, straight):
         assert place.steps("few")[0][name] == place.steps(straight)[0][name]
 
 
+TRAINING_TERM = """
+pair_losses = T.pair_losses
+def with_term(*given):
+    losses, rewards = pair_losses(*given)
+    return losses + T.torch.is_grad_enabled(), rewards
+T.pair_losses = with_term
+"""
+
+
+def test_a_term_of_training_alone_is_in_no_score(place):
+    """And of pairs of equal lengths the log has no share of those whose longer answer wins."""
+    rows = [dict(prompt=f"{i}", chosen="b", rejected="c") for i in range(100)]
+    files = write_lines(place.folder / "equal.jsonl", rows)
+    place.run("term", TRAINING_TERM, ITERATIONS=1, QAT=0, TRAIN_FILES=files)
+    [step] = place.steps("term")
+    result = place.result("term")
+    assert step["loss"] == pytest.approx(1 + math.log(2), abs=1e-5)
+    assert result["before"]["loss"][0] == pytest.approx(math.log(2), abs=1e-6)
+    assert result["after"]["loss"][0] < 1 and result["packed"]["loss"][0] < 1
+    chosen = re.findall(r"^weights: \w+, loss (.*)$", place.log("term"), re.M)
+    assert chosen and max(map(float, chosen)) < 1
+    assert "accuracy" in step and not any(name.startswith("longer") for name in step)
+
+
 def test_defaults_of_an_imported_start():
     """A reward model begins with a head of zeros, which moves at LEAST_HEAD_RATE at least. Steps with
     rewards take as long as dozens of others, so checkpoints are not as rare.

@@ -202,12 +202,16 @@ def test_batches_hold_every_token_at_the_place_that_predicts_it():
     assert torch.equal(batch.targets, targets) and torch.equal(batch.mask, targets >= 0)
     expected = [[-0.5, 0, 0, 0, 0], [0, 0, -2, 0, 0], [0, 0, -0.1, -0.2, -0.3]]
     assert batch.sampled.tolist() == expected
-    assert batch.advantages.tolist() == [[-1.0], [0.5], [2.0]]
+    assert batch.advantages.tolist() == [[-1.0], [0.5], [2.0]] and batch.numbers == [1, 2, 0]
     answers = answers_of(13)
     for tokens in (1, 57, 1 << 30):
         batches = G.make_batches(answers, CPU, tokens)
         assert all(batch.ids.numel() <= tokens or len(batch.ids) == 1 for batch in batches)
         assert sum(len(batch.ids) for batch in batches) == 13
+        for batch in batches:
+            for row, number in zip(batch.ids.tolist(), batch.numbers, strict=True):
+                ids = [*answers[number].prompt, *answers[number].ids[:-1]]
+                assert row[: len(ids)] == ids
     assert len(batches) == 1
 
 
