@@ -2035,6 +2035,8 @@ def newest_checkpoint(folder):
         fault = "has no checkpoint and no model"
         if (folder / "log.txt").is_file():
             fault = "ended before its first checkpoint; it may be deleted and started anew"
+        elif any(folder.glob("*config.json")):  # of transformers or PEFT
+            fault = f"is no run: first python convert.py import {folder} runs/imported"
         return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
