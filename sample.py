@@ -17,12 +17,13 @@ Where to change what:
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate
-    how a token is drawn                  draw, truncation
+    how a token is drawn                  draw, truncation, likeliest; by the text so far: generate
+    log-probabilities of given ids        answer_logps
     what a prompt looks like              prompt_ids, system_turns
     a chat                                chat, stream_answer
-    a new score                           score, check_modes
+    a new score                           MEASURES, READ_SETTINGS, Settings.score
     another reward                        exact_match, weigh; or REWARD=file.py:function
-    a new setting                         Settings, OUR_SETTINGS
+    a new setting                         Settings, READ_SETTINGS; for other scripts OUR_SETTINGS
 """
 
 # /// script
@@ -4574,6 +4575,9 @@ def check_modes(settings):
         raise UserError(
             f"SCORE_FILE={settings.score_file!r}: must be a file, in a folder that exists"
         )
+    scored_files = [Path(path).resolve() for path in settings.score_path.split(",")]
+    if settings.score_file and file.resolve() in scored_files:
+        raise UserError(f"SCORE_FILE={settings.score_file!r}: must not be a file of SCORE_PATH")
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -4603,7 +4607,7 @@ def check_code(name, source):
         )
 
 
-def open_model(name, path, runtime, settings):
+def open_model(name, path, runtime):
     """Return the Model of a path, which the setting `name` has, on the device."""
     network, tokenizer, source = load_model(name, path)
     check_code(name, source)
@@ -4696,7 +4700,7 @@ def system_turns(settings):
 def sample(settings):
     """Print NUM_SAMPLES continuations of PROMPT."""
     runtime = start_runtime(settings.device, settings.compile)
-    model = open_model("ARTIFACT", settings.artifact, runtime, settings)
+    model = open_model("ARTIFACT", settings.artifact, runtime)
     turns = [*system_turns(settings), ("<|user|>", settings.prompt)]
     prompt = prompt_ids(model.tokenizer, turns, settings.layout)
     if settings.layout == "chat" and not settings.prompt.strip():
@@ -4773,7 +4777,7 @@ def second_question(turns, first):
 def chat(settings):
     """Answer the lines of standard input, a turn each, until it ends or Ctrl-C comes."""
     runtime = start_runtime(settings.device, settings.compile)
-    model = open_model("ARTIFACT", settings.artifact, runtime, settings)
+    model = open_model("ARTIFACT", settings.artifact, runtime)
     config = model.network.config
     if config.positions != "learned":
         model.context = max(model.context, config.context)
@@ -5076,7 +5080,7 @@ def read_questions(answering, path, settings, log):
 
 
 def answer_questions(model, questions, settings, count):
-    """Return `count` Answers to each question, question by question."""
+    """Return `count` ScoredAnswers to each question, question by question."""
     prompts = [prompt_ids(model.tokenizer, one.turns, settings.layout) for one in questions]
     # The seeds of the RL scripts' evaluation, so that a run's own scores can be repeated.
     seeds = [(settings.seed, 1 << 31, number) for number in range(len(prompts))]
@@ -5432,12 +5436,12 @@ def score(settings):
         print(line)
         reports.append(str(line))
 
-    model = open_model("ARTIFACT", settings.artifact, runtime, settings)
+    model = open_model("ARTIFACT", settings.artifact, runtime)
     models = Models(model, None, None, log)
     if settings.score_model or settings.score == "win":
-        models.other = open_model("SCORE_MODEL", settings.score_model, runtime, settings)
+        models.other = open_model("SCORE_MODEL", settings.score_model, runtime)
     if settings.score_judge:
-        models.judge = open_model("SCORE_JUDGE", settings.score_judge, runtime, settings)
+        models.judge = open_model("SCORE_JUDGE", settings.score_judge, runtime)
         if not hasattr(models.judge.network, "w_value"):
             raise UserError(
                 f"SCORE_JUDGE={settings.score_judge!r}: has no value head; must be a reward model"

@@ -484,6 +484,7 @@ MISTAKES = [
     ("SCORE_PATH=x SCORE=win", "SCORE_MODEL='': no such file"),
     ("SCORE_PATH=x SCORE=win SCORE_MODEL=main SCORE_JUDGE=other", "SCORE_JUDGE='other': has no v"),
     ("SCORE_PATH=good.txt SCORE_FILE=no/x", "SCORE_FILE='no/x': must be a file, in a folder "),
+    ("SCORE_PATH=x,good.txt SCORE_FILE=./good.txt", "SCORE_FILE='./good.txt': must not be a file"),
     ("LAYOUT=chat", "PROMPT='': must be given for LAYOUT=chat"),
     (
         "ARTIFACT=good.txt",
