@@ -588,7 +588,8 @@ def test_weights_and_files_that_are_refused(copied, refuses):
     path.write_bytes(whole[:-9])
     refuses("model.safetensors: no whole safetensors file", "import", folder, **BYTES)
     path.rename(folder / "x.safetensors")
-    refuses("model.safetensors: no such file", "import", folder)
+    listed = "must be in model.safetensors, or in files that model.safetensors.index.json lists"
+    refuses(f"model.safetensors: no such file; the weights {listed}", "import", folder)
     index = folder / "model.safetensors.index.json"
     beside = "index.json: weight_map: .*: must name files beside it"
     for content, fault in (
