@@ -21,7 +21,7 @@ Where to change what:
     log-probabilities of given ids        answer_logps
     what a prompt looks like              prompt_ids, system_turns
     a chat                                chat, stream_answer
-    a new score                           MEASURES, READ_SETTINGS, Settings.score
+    a new score                           MEASURES, READ_SETTINGS; its name in Settings
     another reward                        exact_match, weigh; or REWARD=file.py:function
     a new setting                         Settings, READ_SETTINGS; for other scripts OUR_SETTINGS
 """
