@@ -68,12 +68,11 @@ def test_mistakes_are_one_line_and_exit_code_2(call, tmp_path, words, fault):
     assert code == 2 and fault in error and not names["new"].exists()
 
 
-def test_a_tilde_is_the_home_folder(call, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_a_tilde_is_the_home_folder(call, tmp_path):
     write(tmp_path / "m.upar", network())
-    code, _, error = call("export", "~/m.upar", "~/out")
+    code, _, error = call("export", "~/m.upar", "~/out", HOME=tmp_path)
     assert code == 0 and (tmp_path / "out" / "config.json").is_file(), error
-    code, _, error = call("export", "~/m.upar", "~/out2", "--like=~/none")
+    code, _, error = call("export", "~/m.upar", "~/out2", "--like=~/none", HOME=tmp_path)
     assert code == 2 and f"{tmp_path}/none: no config.json" in error
 
 
