@@ -2522,7 +2522,10 @@ def read_hf_headers(folder, tensors=()):
             "first (merge_and_unload)"
         )
     if not path.is_file():
-        raise UserError(f"{folder}: no config.json; must be a folder of Hugging Face's")
+        raise UserError(
+            f"{folder}: no config.json; must be a folder of Hugging Face's (hf download NAME --local-dir "
+            "FOLDER) or a file x.gguf"
+        )
     shape = hf_shape(read_json(path))
     tensors = tensors or hf_headers(folder)
     named = {tensor.name: tensor for tensor in tensors}
