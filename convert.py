@@ -2282,7 +2282,7 @@ def hf_rope(config, head_dim, default_share):
     for place in (config, rope):
         if place.get("partial_rotary_factor") is not None:
             share = hf_real(place, "partial_rotary_factor")
-    if default_share == 1 != share or share > 1:
+    if share > 1 or (default_share == 1 and share < 1):
         raise UserError(f"config.json: partial_rotary_factor={share}: must be 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = []
@@ -3467,6 +3467,13 @@ def import_folder(folder, args, tensors=()):
         shape["vocab_size"] = tokenizer.vocab_size
     network = GPT(GPTConfig(**shape))
     read_hf_tensors(folder, network, tensors)
+    names = [tensor.name for tensor in tensors if HF_SKIPPED.match(tensor.name)]
+    skipped = [name for name in names if not name.endswith("inv_freq")]  # which are constants
+    if skipped:
+        print(
+            f"{args.folder}: not used: {len(skipped)} tensors of images or of multi-token prediction, "
+            f"{skipped[0]} for one; export --like has them"
+        )
     header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
     state = network.state_dict()
     files = {

@@ -2646,8 +2646,9 @@ def check_codes(source, model, bits):
             require(is_equal, f"{what}is not that of {whose} as {dtype}")
             continue
         part = source.coded[name]
-        bits = table[kind]["bits"]
-        require(part.bits == bits, f"{what}{part.bits} bits, {bits} by the settings of {whose}")
+        expected = table[kind]["bits"]
+        fault = f"{what}{part.bits} bits, {expected} by the settings of {whose}"
+        require(part.bits == expected, fault)
         rows = w.flatten(1)
         step = part.scale.float().clamp(min=2**-24)  # older artifacts have scales of 0
         error = (rows - part.codes * step).double().norm()
@@ -3024,6 +3025,7 @@ def add_delta_commands(commands):
             metavar="N",
             help=f"so many neighbouring weights share a scale; -1: a row, 0: the matrix (default: {group})",
         )
+    command = commands.choices["deltaquant"]
     command.add_argument(
         "--bits", type=int, choices=range(1, 9), default=4, help="bits of a code (default: 4)"
     )

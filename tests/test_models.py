@@ -295,7 +295,7 @@ def test_presets_are_models_of_transformers(
     assert {entry.name for entry in caplog.records} <= {"transformers.integrations.hub_kernels"}
 
 
-def test_a_folder_of_several_files_with_images(imported, tmp_path):
+def test_a_folder_of_several_files_with_images(imported, tmp_path, capsys):
     """Qwen3_5ForConditionalGeneration has its text model under another name, and other parts beside,
     which an export has too. A tied head may stand in the files.
     """
@@ -321,6 +321,7 @@ def test_a_folder_of_several_files_with_images(imported, tmp_path):
     }
     write_json(other / "config.json", config)
     convert("import", other, tmp_path / "run", **BYTES)
+    assert "not used: 2 tensors of images or of multi-token prediction" in capsys.readouterr().out
     convert("export", tmp_path / "run", tmp_path / "back", "--like", other)
     assert_same_tensors(other, tmp_path / "back")
     assert read_json(tmp_path / "back" / "config.json") == config
