@@ -4544,11 +4544,12 @@ def check_modes(settings):
     """Raise UserError for a setting that MODE and SCORE do not read, or need and do not have."""
     kind = settings.mode
     read = {"mode", "artifact", "seed", "device"}
+    where = f"MODE={kind}"
     if kind == "score":
         kind = settings.score
         read |= {"score", "score_file"}
+        where += f" SCORE={kind}"
     read |= {*READ_SETTINGS[kind].split()}
-    where = f"MODE={settings.mode} SCORE={settings.score}"
     if kind == "win" and settings.score_judge:
         read -= {"reward", "reward_seconds"}
         where += " and a SCORE_JUDGE"
@@ -4556,10 +4557,10 @@ def check_modes(settings):
         value = getattr(settings, setting.name)
         if setting.name not in read and value != setting.default:
             raise UserError(
-                f"{setting.name.upper()}={value!r}: not read with {where}; must be left at "
-                f"{setting.default!r}"
+                f"{setting.name.upper()}={setting_text(value)!r}: not read with {where}; must be "
+                f"left at {setting_text(setting.default)!r}"
             )
-    if isinstance(settings.compile, str):
+    if isinstance(settings.compile, str):  # the type is that of the training scripts' setting
         raise UserError(f"COMPILE={settings.compile!r}: must be 0 or 1; a mode is for training")
     if "score_path" in read and not settings.score_path:
         raise UserError(f"SCORE_PATH='': must be given for SCORE={kind}")
