@@ -1457,6 +1457,8 @@ def newest_checkpoint(folder):
         fault = "has no checkpoint and no model"
         if (folder / "log.txt").is_file():
             fault = "ended before its first checkpoint; it may be deleted and started anew"
+        elif any(folder.glob("*config.json")):  # of transformers or PEFT
+            fault = f"is no run: first python convert.py import {folder} runs/imported"
         return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
@@ -2280,7 +2282,7 @@ def hf_rope(config, head_dim, default_share):
     for place in (config, rope):
         if place.get("partial_rotary_factor") is not None:
             share = hf_real(place, "partial_rotary_factor")
-    if default_share == 1 != share or share > 1:
+    if share > 1 or (default_share == 1 and share < 1):
         raise UserError(f"config.json: partial_rotary_factor={share}: must be 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = []
@@ -2319,7 +2321,7 @@ def hf_known(config):
     if known is None:
         names = ", ".join(HF_ARCHITECTURES)
         raise UserError(f"config.json: architectures={architecture!r:.90}: must be one of {names}")
-    # transformers goes by this one.
+    # AutoModel of transformers chooses its class by model_type, not by architectures.
     kind = config.get("model_type")
     if kind and str(kind).removesuffix("_text") != re.split("For[CM]", architecture)[0].lower():
         raise UserError(f"config.json: model_type={kind!r:.50}: must be that of {architecture}")
@@ -2482,7 +2484,8 @@ def hf_files(folder):
     for name in names:
         if not (folder / name).is_file():
             raise UserError(
-                f"{folder / name}: no such file; the weights must be in safetensors files"
+                f"{folder / name}: no such file; the weights must be in model.safetensors, or in files "
+                f"that {path.name} lists"
             )
     return [folder / name for name in names]
 
@@ -2513,13 +2516,16 @@ def read_hf_headers(folder, tensors=()):
     are tied. So it is in transformers 5.
     """
     path = folder / "config.json"
-    if (folder / "adapter_config.json").is_file() and not path.is_file():
+    if (folder / "adapter_config.json").is_file():  # transformers takes the weights of its base
         raise UserError(
             f"{folder}: has adapters of PEFT; must be a whole model: merge them into their base model "
             "first (merge_and_unload)"
         )
     if not path.is_file():
-        raise UserError(f"{folder}: no config.json; must be a folder of Hugging Face's")
+        raise UserError(
+            f"{folder}: no config.json; must be a folder of Hugging Face's (hf download NAME --local-dir "
+            "FOLDER) or a file x.gguf"
+        )
     shape = hf_shape(read_json(path))
     tensors = tensors or hf_headers(folder)
     named = {tensor.name: tensor for tensor in tensors}
@@ -2576,11 +2582,11 @@ def read_hf_tensors(folder, network, tensors):
             view.copy_(w[: len(view)])
 
 
+# ----------------------------------------------------------------------------- tokenizers, imported
 # GPT-2's split of a text into parts within which bytes are merged; "ByteLevel" alone means it.
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # The same where each digit is split off first, as SmolLM2 has it: a digit ends a run of spaces.
 DIGITS_SPLIT = GPT2_SPLIT.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])")
-
 
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -2764,7 +2770,10 @@ def import_notes(folder, tokenizer):
     facts = tokenizer.facts
     names = {i: name for name, i in facts["added"].items()}
     if pieces := sorted({*facts["stop"]} - names.keys()):
-        yield f"answers end at {pieces}, which are no added tokens: an ordinary text may have them"
+        yield (
+            f"answers end at {pieces}, which are no added tokens: an ordinary text may have those from "
+            f"0 to {tokenizer.vocab_size - 1}"
+        )
     if end := facts.get("template_end"):
         yield (
             f"no file calls {names[end]!r} an EOS, but the chat template ends answers with it; they "
@@ -3187,7 +3196,7 @@ def check_spaces(folder):
             )
 
 
-# ---------------------------------------------------------------------------------- tokenizer.json
+# ----------------------------------------------------------------------------- tokenizers, exported
 def proto_fields(data):
     """Yield the fields of a protobuf message: number, and value, an int or bytes."""
     file = io.BytesIO(data)
@@ -3424,6 +3433,7 @@ def tokenizer_files(tokenizer):
     return files
 
 
+# ---------------------------------------------------------------------------------------- commands
 def import_(args):
     """Read a model of transformers, or of llama.cpp, into a run folder."""
     if args.folder.suffix != ".gguf":
@@ -3457,6 +3467,13 @@ def import_folder(folder, args, tensors=()):
         shape["vocab_size"] = tokenizer.vocab_size
     network = GPT(GPTConfig(**shape))
     read_hf_tensors(folder, network, tensors)
+    names = [tensor.name for tensor in tensors if HF_SKIPPED.match(tensor.name)]
+    skipped = [name for name in names if not name.endswith("inv_freq")]  # which are constants
+    if skipped:
+        print(
+            f"{args.folder}: not used: {len(skipped)} tensors of images or of multi-token prediction, "
+            f"{skipped[0]} for one; export --like has them"
+        )
     header = {"tokenizer_sha256": tokenizer.sha256, "meta": {"tokenizer": tokenizer.file}}
     state = network.state_dict()
     files = {
@@ -3948,7 +3965,9 @@ def gguf_config(metadata, tensors):
         names = ", ".join(GGUF_ARCHITECTURES)
         raise UserError(f"general.architecture={architecture!r:.50}: must be one of {names}")
     if metadata.get("split.count", 1) != 1:
-        raise UserError(f"split.count={metadata['split.count']}: must be one whole file")
+        raise UserError(
+            f"split.count={metadata['split.count']}: must be one whole file (llama-gguf-split --merge)"
+        )
     config = {
         "architectures": [GGUF_ARCHITECTURES[architecture]],
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -4255,6 +4274,11 @@ def fail_usage(message):
     raise UserError(f"{message}; convert.py --help says more")
 
 
+def home_path(text):
+    """Return a path; a shell does not replace the `~` of --like=~/x, nor one in quotes."""
+    return Path(os.path.expanduser(text))
+
+
 def make_parser():
     """Return the parser of the command line. What it returns has the command's function as `run`."""
     parser = argparse.ArgumentParser(
@@ -4271,14 +4295,14 @@ def make_parser():
         )
         command.error = fail_usage
         command.set_defaults(run=run)
-        command.add_argument(source, metavar=source.upper(), type=Path)
-        command.add_argument("out", metavar="OUT", type=Path)
-    told = "variable of the chat template, as enable_thinking=false"
+        command.add_argument(source, metavar=source.upper(), type=home_path)
+        command.add_argument("out", metavar="OUT", type=home_path)
     add_option = commands.choices["import"].add_argument
-    add_option("--set", action="append", metavar="NAME=JSON", help=told)
+    set_help = "variable of the chat template, as enable_thinking=false"
+    add_option("--set", action="append", metavar="NAME=JSON", help=set_help)
     add_option = commands.choices["export"].add_argument
     add_option("--type", choices=GGUF_TYPES, help="of a GGUF file's matrices (f16)")
-    add_option("--like", type=Path, help="folder of transformers, whose form it gets")
+    add_option("--like", type=home_path, help="folder of transformers, whose form it gets")
     add_option("--adapters", action="store_true", help="LoRA adapters alone, for PEFT")
     add_option("--weights", choices=AVERAGES, help="of a checkpoint (those that its run chose)")
     return parser
@@ -4289,8 +4313,10 @@ def main():
     args = make_parser().parse_args()
     if args.run is import_:  # often the first run of a clone
         args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    if args.out.exists() or not args.out.absolute().parent.is_dir():
-        raise UserError(f"OUT {str(args.out)!r}: exists already, or its folder does not")
+    if args.out.exists():
+        raise UserError(f"OUT {str(args.out)!r}: exists already")
+    if not args.out.absolute().parent.is_dir():
+        raise UserError(f"OUT {str(args.out)!r}: must be in a folder that exists")
     args.run(args)
     return 0
 

@@ -2,7 +2,7 @@
 
     python quantize.py info runs/<RUN_ID>/model.upar --tensors           # what its bytes are spent on
     python quantize.py verify runs/<RUN_ID>/model.upar runs/<RUN_ID> --weights ema
-    python quantize.py pack runs/<RUN_ID> small.upar --bits 4            # a run's weights in 4 bits
+    python quantize.py pack runs/<RUN_ID> small.upar --bits 4            # with the steps of MATRIX_BITS=4
     python quantize.py bitdelta runs/<BASE> runs/<TUNED> tuned.delta     # 1 bit a weight; deltaquant: 1 to 8
     python quantize.py apply runs/<BASE> tuned.delta tuned               # a folder, of which `pack` makes an artifact
 
@@ -18,7 +18,8 @@ The rest is this script's: weights (how a MODEL is packed and written; GPTQ; dis
 
 Where to change what:
     how weights are rounded               quantize, quant_table
-    what GPTQ measures and chooses        gptq, improve_codes, InputSums
+    which are, and which more finely      tensor_class, quantize_all, pack_model, check_codes
+    what GPTQ measures and chooses        gptq, improve_codes, InputSums, GPTQ_TOKENS
     what is in the artifact               pack_artifact, decode_artifact
     how codes become bytes                rans_encode, rans_table, count_symbols
     how deltas are rounded and packed     quantize_delta, pack_delta
@@ -2035,6 +2036,8 @@ def newest_checkpoint(folder):
         fault = "has no checkpoint and no model"
         if (folder / "log.txt").is_file():
             fault = "ended before its first checkpoint; it may be deleted and started anew"
+        elif any(folder.glob("*config.json")):  # of transformers or PEFT
+            fault = f"is no run: first python convert.py import {folder} runs/imported"
         return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
@@ -2643,8 +2646,9 @@ def check_codes(source, model, bits):
             require(is_equal, f"{what}is not that of {whose} as {dtype}")
             continue
         part = source.coded[name]
-        bits = table[kind]["bits"]
-        require(part.bits == bits, f"{what}{part.bits} bits, {bits} by the settings of {whose}")
+        expected = table[kind]["bits"]
+        fault = f"{what}{part.bits} bits, {expected} by the settings of {whose}"
+        require(part.bits == expected, fault)
         rows = w.flatten(1)
         step = part.scale.float().clamp(min=2**-24)  # older artifacts have scales of 0
         error = (rows - part.codes * step).double().norm()
@@ -2903,10 +2907,13 @@ def check_environment():
 
 
 def filled(text):
-    """Return the text of an argument. An empty one, as of an unset variable, is an error."""
+    """Return the text of an argument, a path; a shell does not replace the `~` of --data=~/x.
+
+    An empty one, as of an unset variable, is an error.
+    """
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
-    return text
+    return os.path.expanduser(text)
 
 
 def number_from(low, kind=int):
@@ -2942,9 +2949,8 @@ def add_command(commands, run, *names):
     command.error = fail_usage
     command.set_defaults(run=run)
     for name in names:
-        kind = Path if name == "out" else filled
         help_text = ARGUMENTS.get(name, MODEL_HELP)
-        command.add_argument(name, metavar=name.upper(), type=kind, help=help_text)
+        command.add_argument(name, metavar=name.upper(), type=filled, help=help_text)
     return command
 
 
@@ -2957,7 +2963,10 @@ def make_parser():
         allow_abbrev=False,
     )
     parser.error = fail_usage
-    bits_help = "bits of a code of a matrix (default: as many as the run had)"
+    # After entropy coding a weight takes fewer, see docs/quantization.md.
+    bits_help = (
+        "MATRIX_BITS of training: one less doubles the step of a matrix (default: the run's)"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = add_command(commands, info, "artifact")
     command.add_argument("--tensors", action="store_true", help="also print a line for each tensor")
@@ -3016,6 +3025,7 @@ def add_delta_commands(commands):
             metavar="N",
             help=f"so many neighbouring weights share a scale; -1: a row, 0: the matrix (default: {group})",
         )
+    command = commands.choices["deltaquant"]
     command.add_argument(
         "--bits", type=int, choices=range(1, 9), default=4, help="bits of a code (default: 4)"
     )
@@ -3046,10 +3056,12 @@ def main():
     """Run one command. Return its exit code: 1 if `verify` says no, 2 for a mistake."""
     args = make_parser().parse_args()
     check_environment()
-    if "out" in args and args.out.exists():
-        raise UserError(f"OUT {str(args.out)!r}: exists already")
-    if "out" in args and not args.out.absolute().parent.is_dir():
-        raise UserError(f"OUT {str(args.out)!r}: must be in a folder that exists")
+    if "out" in args:
+        args.out = Path(args.out)
+        if args.out.exists():
+            raise UserError(f"OUT {str(args.out)!r}: exists already")
+        if not args.out.absolute().parent.is_dir():
+            raise UserError(f"OUT {str(args.out)!r}: must be in a folder that exists")
     try:
         args.run(args)
     except ArtifactError as error:

@@ -17,12 +17,13 @@ Where to change what:
     another layer, or a new one           GatedDeltaNet, Attention, MLP, Block
     another norm                          Norm, NORMS
     another position                      rotation, rotate
-    how a token is drawn                  draw, truncation
+    how a token is drawn                  draw, truncation, likeliest; by the text so far: generate
+    log-probabilities of given ids        answer_logps
     what a prompt looks like              prompt_ids, system_turns
     a chat                                chat, stream_answer
-    a new score                           score, check_modes
+    a new score                           MEASURES, READ_SETTINGS; its name in Settings
     another reward                        exact_match, weigh; or REWARD=file.py:function
-    a new setting                         Settings, OUR_SETTINGS
+    a new setting                         Settings, READ_SETTINGS; for other scripts OUR_SETTINGS
 """
 
 # /// script
@@ -2088,6 +2089,8 @@ def newest_checkpoint(folder):
         fault = "has no checkpoint and no model"
         if (folder / "log.txt").is_file():
             fault = "ended before its first checkpoint; it may be deleted and started anew"
+        elif any(folder.glob("*config.json")):  # of transformers or PEFT
+            fault = f"is no run: first python convert.py import {folder} runs/imported"
         return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
@@ -2142,9 +2145,11 @@ class Stored:
     config: GPTConfig
     tokenizer: Path  # file of the tokenizer; "bytes" is built in
     sha256: str | None  # of the tokenizer; None: not known
+    faults: list  # lines about newer checkpoints, which are damaged and skipped
 
     def read_tensors(self):
         """Return the weights by name. May raise any exception if they are damaged."""
+        sys.stderr.write("".join(f"{fault}\n" for fault in self.faults))
         if self.file.is_file():
             _, tensors, _ = read_artifact(self.file)
         else:
@@ -2165,8 +2170,7 @@ def read_stored(name, path):
     file = Path(path)
     if not path or not file.exists():
         raise UserError(f"{source}: no such file; must be a run, a checkpoint or an artifact")
-    if (file / "config.json").is_file():
-        raise UserError(f"{source}: first python convert.py import {path} runs/imported")
+    faults = []
     if (file / "model.upar").is_file():
         file = file / "model.upar"
     elif file.is_dir():
@@ -2188,7 +2192,7 @@ def read_stored(name, path):
             # The run's folder has the tokenizer's file under the name that the data have for it.
             run = file.parent
             tokenizer = [*run.glob("*.model"), *run.glob("*.tiktoken"), Path("bytes")][0]
-        return Stored(source, file, checked_config(shape), tokenizer, sha256)
+        return Stored(source, file, checked_config(shape), tokenizer, sha256, faults)
 
 
 # === end: stored ===
@@ -4553,11 +4557,12 @@ def check_modes(settings):
     """Raise UserError for a setting that MODE and SCORE do not read, or need and do not have."""
     kind = settings.mode
     read = {"mode", "artifact", "seed", "device"}
+    where = f"MODE={kind}"
     if kind == "score":
         kind = settings.score
         read |= {"score", "score_file"}
+        where += f" SCORE={kind}"
     read |= {*READ_SETTINGS[kind].split()}
-    where = f"MODE={settings.mode} SCORE={settings.score}"
     if kind == "win" and settings.score_judge:
         read -= {"reward", "reward_seconds"}
         where += " and a SCORE_JUDGE"
@@ -4565,10 +4570,10 @@ def check_modes(settings):
         value = getattr(settings, setting.name)
         if setting.name not in read and value != setting.default:
             raise UserError(
-                f"{setting.name.upper()}={value!r}: not read with {where}; must be left at "
-                f"{setting.default!r}"
+                f"{setting.name.upper()}={setting_text(value)!r}: not read with {where}; must be "
+                f"left at {setting_text(setting.default)!r}"
             )
-    if isinstance(settings.compile, str):
+    if isinstance(settings.compile, str):  # the type is that of the training scripts' setting
         raise UserError(f"COMPILE={settings.compile!r}: must be 0 or 1; a mode is for training")
     if "score_path" in read and not settings.score_path:
         raise UserError(f"SCORE_PATH='': must be given for SCORE={kind}")
@@ -4584,6 +4589,9 @@ def check_modes(settings):
         raise UserError(
             f"SCORE_FILE={settings.score_file!r}: must be a file, in a folder that exists"
         )
+    scored_files = [Path(path).resolve() for path in settings.score_path.split(",")]
+    if settings.score_file and file.resolve() in scored_files:
+        raise UserError(f"SCORE_FILE={settings.score_file!r}: must not be a file of SCORE_PATH")
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -4613,7 +4621,7 @@ def check_code(name, source):
         )
 
 
-def open_model(name, path, runtime, settings):
+def open_model(name, path, runtime):
     """Return the Model of a path, which the setting `name` has, on the device."""
     network, tokenizer, source = load_model(name, path)
     check_code(name, source)
@@ -4706,7 +4714,7 @@ def system_turns(settings):
 def sample(settings):
     """Print NUM_SAMPLES continuations of PROMPT."""
     runtime = start_runtime(settings.device, settings.compile)
-    model = open_model("ARTIFACT", settings.artifact, runtime, settings)
+    model = open_model("ARTIFACT", settings.artifact, runtime)
     turns = [*system_turns(settings), ("<|user|>", settings.prompt)]
     prompt = prompt_ids(model.tokenizer, turns, settings.layout)
     if settings.layout == "chat" and not settings.prompt.strip():
@@ -4783,7 +4791,7 @@ def second_question(turns, first):
 def chat(settings):
     """Answer the lines of standard input, a turn each, until it ends or Ctrl-C comes."""
     runtime = start_runtime(settings.device, settings.compile)
-    model = open_model("ARTIFACT", settings.artifact, runtime, settings)
+    model = open_model("ARTIFACT", settings.artifact, runtime)
     config = model.network.config
     if config.positions != "learned":
         model.context = max(model.context, config.context)
@@ -5086,7 +5094,7 @@ def read_questions(answering, path, settings, log):
 
 
 def answer_questions(model, questions, settings, count):
-    """Return `count` Answers to each question, question by question."""
+    """Return `count` ScoredAnswers to each question, question by question."""
     prompts = [prompt_ids(model.tokenizer, one.turns, settings.layout) for one in questions]
     # The seeds of the RL scripts' evaluation, so that a run's own scores can be repeated.
     seeds = [(settings.seed, 1 << 31, number) for number in range(len(prompts))]
@@ -5442,12 +5450,12 @@ def score(settings):
         print(line)
         reports.append(str(line))
 
-    model = open_model("ARTIFACT", settings.artifact, runtime, settings)
+    model = open_model("ARTIFACT", settings.artifact, runtime)
     models = Models(model, None, None, log)
     if settings.score_model or settings.score == "win":
-        models.other = open_model("SCORE_MODEL", settings.score_model, runtime, settings)
+        models.other = open_model("SCORE_MODEL", settings.score_model, runtime)
     if settings.score_judge:
-        models.judge = open_model("SCORE_JUDGE", settings.score_judge, runtime, settings)
+        models.judge = open_model("SCORE_JUDGE", settings.score_judge, runtime)
         if not hasattr(models.judge.network, "w_value"):
             raise UserError(
                 f"SCORE_JUDGE={settings.score_judge!r}: has no value head; must be a reward model"

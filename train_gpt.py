@@ -3882,6 +3882,8 @@ def newest_checkpoint(folder):
         fault = "has no checkpoint and no model"
         if (folder / "log.txt").is_file():
             fault = "ended before its first checkpoint; it may be deleted and started anew"
+        elif any(folder.glob("*config.json")):  # of transformers or PEFT
+            fault = f"is no run: first python convert.py import {folder} runs/imported"
         return None, [f"{folder} {fault}"]
     faults = []
     for candidate in candidates or [folder]:
@@ -3936,9 +3938,11 @@ class Stored:
     config: GPTConfig
     tokenizer: Path  # file of the tokenizer; "bytes" is built in
     sha256: str | None  # of the tokenizer; None: not known
+    faults: list  # lines about newer checkpoints, which are damaged and skipped
 
     def read_tensors(self):
         """Return the weights by name. May raise any exception if they are damaged."""
+        sys.stderr.write("".join(f"{fault}\n" for fault in self.faults))
         if self.file.is_file():
             _, tensors, _ = read_artifact(self.file)
         else:
@@ -3959,8 +3963,7 @@ def read_stored(name, path):
     file = Path(path)
     if not path or not file.exists():
         raise UserError(f"{source}: no such file; must be a run, a checkpoint or an artifact")
-    if (file / "config.json").is_file():
-        raise UserError(f"{source}: first python convert.py import {path} runs/imported")
+    faults = []
     if (file / "model.upar").is_file():
         file = file / "model.upar"
     elif file.is_dir():
@@ -3982,7 +3985,7 @@ def read_stored(name, path):
             # The run's folder has the tokenizer's file under the name that the data have for it.
             run = file.parent
             tokenizer = [*run.glob("*.model"), *run.glob("*.tiktoken"), Path("bytes")][0]
-        return Stored(source, file, checked_config(shape), tokenizer, sha256)
+        return Stored(source, file, checked_config(shape), tokenizer, sha256, faults)
 
 
 # === end: stored ===

@@ -45,24 +45,35 @@ def test_a_layer_that_qwen_does_not_have_is_told_by_name():
 MISTAKES = [
     ("import", "the following arguments are required: FOLDER, OUT"),
     ("export {model} {new} --weights best", "invalid choice: 'best'"),
-    ("export {model} {place}", "exists already, or its folder does not"),
-    ("export {model} {new}/x", "exists already, or its folder does not"),
+    ("export {model} {place}", ": exists already"),
+    ("export {model} {new}/x", ": must be in a folder that exists"),
     ("export {model} {new} --weights ema", "--weights ema: must be with a run's checkpoint"),
     ("export {new} {new}", "no such file; a run's artifact is"),
     ("export {place} {new}", "no whole checkpoint"),
     ("import {place} {new}", "no config.json; must be a folder of Hugging Face's"),
     ("import {place}/adapters {new}", "has adapters of PEFT; must be a whole model: merge them"),
+    ("import {place}/beside {new}", "has adapters of PEFT; must be a whole model: merge them"),
 ]
 
 
 @pytest.mark.parametrize("words, fault", MISTAKES)
 def test_mistakes_are_one_line_and_exit_code_2(call, tmp_path, words, fault):
     write(tmp_path / "m.upar", network())
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    for name in ("adapters", "beside"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    (tmp_path / "beside" / "config.json").write_text("{}")  # of the base, as some trainers write it
     names = dict(model=tmp_path / "m.upar", place=tmp_path, new=tmp_path / "new")
     code, _, error = call(*words.format(**names).split())
     assert code == 2 and fault in error and not names["new"].exists()
+
+
+def test_a_tilde_is_the_home_folder(call, tmp_path):
+    write(tmp_path / "m.upar", network())
+    code, _, error = call("export", "~/m.upar", "~/out", HOME=tmp_path)
+    assert code == 0 and (tmp_path / "out" / "config.json").is_file(), error
+    code, _, error = call("export", "~/m.upar", "~/out2", "--like=~/none", HOME=tmp_path)
+    assert code == 2 and f"{tmp_path}/none: no config.json" in error
 
 
 def test_an_artifact_names_its_tokenizer(tmp_path):

@@ -295,7 +295,7 @@ def test_presets_are_models_of_transformers(
     assert {entry.name for entry in caplog.records} <= {"transformers.integrations.hub_kernels"}
 
 
-def test_a_folder_of_several_files_with_images(imported, tmp_path):
+def test_a_folder_of_several_files_with_images(imported, tmp_path, capsys):
     """Qwen3_5ForConditionalGeneration has its text model under another name, and other parts beside,
     which an export has too. A tied head may stand in the files.
     """
@@ -321,6 +321,7 @@ def test_a_folder_of_several_files_with_images(imported, tmp_path):
     }
     write_json(other / "config.json", config)
     convert("import", other, tmp_path / "run", **BYTES)
+    assert "not used: 2 tensors of images or of multi-token prediction" in capsys.readouterr().out
     convert("export", tmp_path / "run", tmp_path / "back", "--like", other)
     assert_same_tensors(other, tmp_path / "back")
     assert read_json(tmp_path / "back" / "config.json") == config
@@ -588,7 +589,8 @@ def test_weights_and_files_that_are_refused(copied, refuses):
     path.write_bytes(whole[:-9])
     refuses("model.safetensors: no whole safetensors file", "import", folder, **BYTES)
     path.rename(folder / "x.safetensors")
-    refuses("model.safetensors: no such file", "import", folder)
+    listed = "must be in model.safetensors, or in files that model.safetensors.index.json lists"
+    refuses(f"model.safetensors: no such file; the weights {listed}", "import", folder)
     index = folder / "model.safetensors.index.json"
     beside = "index.json: weight_map: .*: must name files beside it"
     for content, fault in (

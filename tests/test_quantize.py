@@ -405,6 +405,11 @@ def test_mistakes_are_one_line_and_exit_code_2(call, place, tmp_path, words, cha
     assert not names["new"].exists()
 
 
+def test_a_tilde_is_the_home_folder(call, place, tmp_path):
+    assert call("pack", place / "run", "~/new.upar", HOME=tmp_path)[0] == 0
+    assert call("info", "~/new.upar", HOME=tmp_path)[0] == 0 and (tmp_path / "new.upar").is_file()
+
+
 def test_weights_of_an_unpacked_folder_are_of_one_kind(call, place, tmp_path):
     artifact = place / "run" / "model.upar"
     assert call("unpack", artifact, tmp_path / "folder")[0] == 0

@@ -76,7 +76,7 @@ def test_a_run_is_its_artifact_or_its_newest_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["model.pt", "training.pt", "SHA256SUMS"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, harm):
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, harm, capsys):
     run = tmp_path / "run"
     net = network(0)
     first = save(run, 5, net)
@@ -85,6 +85,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, harm):
     data[40] ^= 1
     file.write_bytes(data)
     check(run, net.state_dict(), first)
+    assert capsys.readouterr().err.startswith(f"checkpoint {file.parent} is damaged and skipped: ")
     file.unlink()
     check(run, net.state_dict(), first)
     shutil.rmtree(first)
@@ -92,6 +93,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, harm):
     assert refused(run).startswith(f"{fault}checkpoint {file.parent} is damaged")
     shutil.rmtree(file.parent)
     assert refused(run).startswith(f"{fault}{run} has no checkpoint")
+    for name in ("config.json", "adapter_config.json"):
+        (run / name).write_text("{}")
+        line = f"{fault}{run} is no run: first python convert.py import {run} runs/imported"
+        assert refused(run) == line
+        (run / name).unlink()
 
 
 def test_a_damaged_artifact_is_an_error_though_checkpoints_stand_beside(tmp_path):

@@ -418,7 +418,9 @@ def check_code(log: Log, name: str, script: bytes, config: bytes, faults: Faults
         return
     for key in sorted(expected.keys() | log.settings.keys()):
         if key not in FREE_SETTINGS:
-            what = f"setting {key} is not that of {name} with config.env"
+            what = (
+                f"setting {key} is not that of {name} with config.env, a copy of the run's CONFIG"
+            )
             faults.equal(what, log.settings.get(key), expected.get(key))
 
 
