@@ -381,8 +381,13 @@ def register(name, form, shapes, backward=None, keep=None):
     The form needs type annotations, of which PyTorch makes the operator's schema. shapes: returns
     empty outputs, from which the compiler learns their shapes. The first script imported into a
     process registers it for all: a second registration would free the first, and a handle to it
-    would crash.
+    would crash. Raises ImportError for a PyTorch that does not know these annotations.
     """
+    if torch.__version__ < (2, 7):
+        raise ImportError(
+            f"PyTorch {torch.__version__} is too old: it must be 2.7 or newer; "
+            "pip install -r requirements.txt"
+        )
     if not hasattr(torch.ops.underpar, name):
         registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
         registered.register_fake(shapes)
