@@ -192,7 +192,9 @@ def test_names_that_change_no_result_are_said_to_be_unused(capsys):
 
 def test_a_seed_is_one_that_every_generator_takes():
     assert load({"SEED": "2147483647"}).seed == 2**31 - 1
-    assert "must be a whole number of at least 0 and at most 2147483647" in refused(T, {"SEED": str(2**31)})
+    assert "must be a whole number of at least 0 and at most 2147483647" in refused(
+        T, {"SEED": str(2**31)}
+    )
 
 
 # ------------------------------------------------------------------------------------------ configs
