@@ -2779,9 +2779,9 @@ def import_notes(folder, tokenizer):
     bos = repr(facts["bos"])
     text_end = facts["text_end"]
     if text_end != tokenizer.bos_id:
-        yield f"no file calls BOS, {bos}, an EOS; texts end with {names[text_end]!r}"
+        yield f"no file names BOS, {bos}, as an EOS, so texts end with {names[text_end]!r}"
     begin = bos if begin_ids(tokenizer) else "nothing"
-    yield f"{tokenizer.vocab_size} tokens; before each text comes {begin}"
+    yield f"{tokenizer.vocab_size} tokens; {begin} is put before a text"
     lacking = sorted({bytes([byte]) for byte in range(256)} - set(tokenizer.pieces))
     if lacking and "ranks" in facts:
         yield (

@@ -1093,7 +1093,7 @@ def test_the_files_of_a_model_say_where_answers_and_texts_end(
     assert ("no added tokens" in printed) == (2 in ends)
     assert ("not used: eos_token '<unknown>', which is no token" in printed) == ("un" in eos)
     assert ("not used: eos_token_id [2]" in printed) == (own == 2 and 2 not in ends)
-    assert ("no file calls BOS, '<|endoftext|>', an EOS" in printed) == (text_end == 602)
+    assert ("no file names BOS, '<|endoftext|>', as an EOS" in printed) == (text_end == 602)
     if generation:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert model.generation_config.eos_token_id == generation
