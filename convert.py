@@ -3517,7 +3517,13 @@ def json_bytes(value):
 
 def save_safetensors(state):
     """Return a function that writes tensors to a safetensors file."""
-    return lambda path: load_safetensors().torch.save_file(state, path, {"format": "pt"})
+
+    def write(path):
+        load_safetensors().torch.save_file(state, path, {"format": "pt"})
+        # safetensors 0.8 makes files that only their owner may read; a server may be another user.
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+    return write
 
 
 def model_tokenizer(source):
