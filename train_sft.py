@@ -3489,7 +3489,8 @@ def checkpoint_to_resume(folder):
         )
     if (folder / "result.json").exists():
         raise UserError(
-            f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it"
+            f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it, and "
+            f"INIT_FROM={folder} trains its weights further"
         )
     newest, damaged = newest_checkpoint(folder)
     if newest is None:
