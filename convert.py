@@ -4295,8 +4295,10 @@ def main():
     args = make_parser().parse_args()
     if args.run is import_:  # often the first run of a clone
         args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    if args.out.exists() or not args.out.absolute().parent.is_dir():
-        raise UserError(f"OUT {str(args.out)!r}: exists already, or its folder does not")
+    if args.out.exists():
+        raise UserError(f"OUT {str(args.out)!r}: exists already; must be a new name")
+    if not args.out.absolute().parent.is_dir():
+        raise UserError(f"OUT {str(args.out)!r}: must be in a folder that exists")
     args.run(args)
     return 0
 
