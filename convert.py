@@ -2790,9 +2790,9 @@ def import_notes(folder, tokenizer):
     bos = repr(facts["bos"])
     text_end = facts["text_end"]
     if text_end != tokenizer.bos_id:
-        yield f"no file calls BOS, {bos}, an EOS; texts end with {names[text_end]!r}"
+        yield f"no file names BOS, {bos}, as an EOS, so texts end with {names[text_end]!r}"
     begin = bos if begin_ids(tokenizer) else "nothing"
-    yield f"{tokenizer.vocab_size} tokens; before each text comes {begin}"
+    yield f"{tokenizer.vocab_size} tokens; {begin} is put before a text"
     lacking = sorted({bytes([byte]) for byte in range(256)} - set(tokenizer.pieces))
     if lacking and "ranks" in facts:
         yield (
@@ -3536,7 +3536,13 @@ def json_bytes(value):
 
 def save_safetensors(state):
     """Return a function that writes tensors to a safetensors file."""
-    return lambda path: load_safetensors().torch.save_file(state, path, {"format": "pt"})
+
+    def write(path):
+        load_safetensors().torch.save_file(state, path, {"format": "pt"})
+        # safetensors 0.8 makes files that only their owner may read; a server may be another user.
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+    return write
 
 
 def model_tokenizer(source):
@@ -4316,7 +4322,7 @@ def main():
     if args.run is import_:  # often the first run of a clone
         args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
     if args.out.exists():
-        raise UserError(f"OUT {str(args.out)!r}: exists already")
+        raise UserError(f"OUT {str(args.out)!r}: exists already; must be a new name")
     if not args.out.absolute().parent.is_dir():
         raise UserError(f"OUT {str(args.out)!r}: must be in a folder that exists")
     args.run(args)

@@ -4125,7 +4125,8 @@ def checkpoint_to_resume(folder):
         )
     if (folder / "result.json").exists():
         raise UserError(
-            f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it"
+            f"{prefix} the run has ended, for it has a result.json; REPLAY={folder} repeats it, and "
+            f"INIT_FROM={folder} trains its weights further"
         )
     newest, damaged = newest_checkpoint(folder)
     if newest is None:
@@ -4805,9 +4806,10 @@ def end_training(run):
         f"RESERVE_SECONDS={settings.reserve_seconds:g} leave no time for another one",
     }
     iterations = run.log.iterations
-    text = f"step {run.step} of {iterations or 'no limit'}: {reasons.get(run.ended, run.ended)}"
+    steps = f"step {run.step} of {iterations}" if iterations else f"step {run.step}"
+    text = f"training has ended after {steps}: {reasons.get(run.ended, run.ended)}"
     is_early = run.ended == "clock" and iterations
-    run.log(f"training has ended after {text}", sys.stderr if is_early else None)
+    run.log(text, sys.stderr if is_early else None)
     if is_early:
         run.event("ended_by_clock", step=run.step, iterations=iterations)
     run.log(run.plan.describe())

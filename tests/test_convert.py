@@ -45,8 +45,8 @@ def test_a_layer_that_qwen_does_not_have_is_told_by_name():
 MISTAKES = [
     ("import", "the following arguments are required: FOLDER, OUT"),
     ("export {model} {new} --weights best", "invalid choice: 'best'"),
-    ("export {model} {place}", ": exists already"),
-    ("export {model} {new}/x", ": must be in a folder that exists"),
+    ("export {model} {place}", "exists already; must be a new name"),
+    ("export {model} {new}/x", "must be in a folder that exists"),
     ("export {model} {new} --weights ema", "--weights ema: must be with a run's checkpoint"),
     ("export {new} {new}", "no such file; a run's artifact is"),
     ("export {place} {new}", "no whole checkpoint"),
