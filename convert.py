@@ -3436,8 +3436,22 @@ def tokenizer_files(tokenizer):
 
 
 # ---------------------------------------------------------------------------------------- commands
+LFS = b"version https://git-lfs"  # begins what stands for a large file in a clone without Git LFS
+
+
+def check_pointers(path):
+    """Raise UserError if a file, or one of a folder, is a pointer of Git LFS to what it should be."""
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file():
+            with open(file, "rb") as content:
+                is_pointer = content.read(len(LFS)) == LFS
+            if is_pointer:
+                raise UserError(f"{file}: must be the file, not a pointer of Git LFS: git lfs pull")
+
+
 def import_(args):
     """Read a model of transformers, or of llama.cpp, into a run folder."""
+    check_pointers(args.folder)
     if args.folder.suffix != ".gguf":
         import_folder(args.folder, args)
         return
