@@ -4213,10 +4213,13 @@ def report_packing(run, nats):
     run.log(f"packing: {nats:+.4f} nats per token against the trained weights")
     if not nats <= PACKING_NATS:
         run.event("packing_lost", nats=nats)
+        # 8 bits are the most, and the default of imported models, whose runs are too short for QAT.
+        can_lose_less = run.settings.matrix_bits < 8
+        hint = ". QAT=1 or a higher MATRIX_BITS loses less" if can_lose_less else ""
         run.log(
             f"warning: PACKING HAS COST {nats:.3f} NATS PER TOKEN: the artifact is a worse model "
             f"than the one that was trained, which is in {run.folder / 'final'}; INIT_FROM "
-            "takes that one. QAT=1 or a higher MATRIX_BITS loses less",
+            f"takes that one{hint}",
             sys.stderr,
         )
 

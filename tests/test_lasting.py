@@ -310,13 +310,20 @@ def test_other_lines_keep_no_step_out_of_a_slow_log(tmp_path, monkeypatch):
     T.ERROR_LOGS.clear()
 
 
-@pytest.mark.parametrize("nats, is_lost", [(0.04, False), (0.06, True), (math.nan, True)])
-def test_a_packing_that_lost_much_is_an_event(tmp_path, nats, is_lost):
-    found = []
-    run = SimpleNamespace(folder=tmp_path, log=lambda *_: None)
+@pytest.mark.parametrize(
+    "nats, bits, is_lost", [(0.04, 6, False), (0.06, 6, True), (0.06, 8, True), (math.nan, 6, True)]
+)
+def test_a_packing_that_lost_much_is_an_event(tmp_path, nats, bits, is_lost):
+    """The warning names more bits only where there are more."""
+    lines, found = [], []
+    settings = SimpleNamespace(matrix_bits=bits)
+    run = SimpleNamespace(
+        folder=tmp_path, log=lambda *text: lines.append(text[0]), settings=settings
+    )
     run.event = lambda name, **facts: found.append((name, facts["nats"]))
     G.report_packing(run, nats)
     assert found == ([("packing_lost", nats)] if is_lost else [])
+    assert ("a higher MATRIX_BITS" in lines[-1]) == (is_lost and bits < 8)
 
 
 def test_a_text_learned_by_heart_is_an_event():
