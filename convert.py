@@ -2492,11 +2492,23 @@ def hf_files(folder):
     return [folder / name for name in names]
 
 
+LFS = b"version https://git-lfs"  # begins what stands for a large file in a clone without Git LFS
+
+
+def check_pointer(path):
+    """Raise UserError if a file is a pointer of Git LFS to what it should be."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            if file.read(len(LFS)) == LFS:
+                raise UserError(f"{path}: must be the file, not a pointer of Git LFS: git lfs pull")
+
+
 def hf_headers(folder):
     """Return the HfTensors of a folder's model. Raises UserError."""
     safetensors = load_safetensors()
     tensors = []
     for path in hf_files(folder):
+        check_pointer(path)
         with (
             one_line(f"{path}: no whole safetensors file"),
             safetensors.safe_open(path, framework="pt") as file,
@@ -2773,8 +2785,8 @@ def import_notes(folder, tokenizer):
     names = {i: name for name, i in facts["added"].items()}
     if pieces := sorted({*facts["stop"]} - names.keys()):
         yield (
-            f"answers end at {pieces}, which are no added tokens: an ordinary text may have those from "
-            f"0 to {tokenizer.vocab_size - 1}"
+            f"answers end at {pieces}, which are no added tokens: an ordinary text may contain those "
+            f"below {tokenizer.vocab_size}"
         )
     if end := facts.get("template_end"):
         yield (
@@ -3436,25 +3448,14 @@ def tokenizer_files(tokenizer):
 
 
 # ---------------------------------------------------------------------------------------- commands
-LFS = b"version https://git-lfs"  # begins what stands for a large file in a clone without Git LFS
-
-
-def check_pointers(path):
-    """Raise UserError if a file, or one of a folder, is a pointer of Git LFS to what it should be."""
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if file.is_file():
-            with open(file, "rb") as content:
-                is_pointer = content.read(len(LFS)) == LFS
-            if is_pointer:
-                raise UserError(f"{file}: must be the file, not a pointer of Git LFS: git lfs pull")
-
-
 def import_(args):
     """Read a model of transformers, or of llama.cpp, into a run folder."""
-    check_pointers(args.folder)
     if args.folder.suffix != ".gguf":
+        for path in sorted(args.folder.glob("*.json")):
+            check_pointer(path)
         import_folder(args.folder, args)
         return
+    check_pointer(args.folder)
     with tempfile.TemporaryDirectory() as folder:
         try:
             tensors = unpack_gguf(args.folder, Path(folder))

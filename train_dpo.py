@@ -32,8 +32,9 @@ Where to change what:
     what held-out pairs measure           pair_summary
     what a resumed run continues with     Stateful, STATE; run.parts in main
     a new setting                         Settings; if a resumed run must keep it, IDENTITY
-Scores call the same forward and pair_losses: what is of training alone goes behind
-torch.is_grad_enabled(). A checkpoint has no state of torch's random numbers: seed them in each step.
+Scores call the same forward and pair_losses: a term of training alone goes behind
+torch.is_grad_enabled(). A checkpoint has no state of torch's random numbers, so seed them in each
+step.
 """
 
 # /// script
@@ -6872,6 +6873,7 @@ def main():
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device, settings.compile)
+    check_ranks(settings, runtime)
     if settings.pairs_per_step % runtime.world_size:
         raise UserError(
             f"PAIRS_PER_STEP={settings.pairs_per_step}: must be a multiple of the "

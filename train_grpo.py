@@ -8466,6 +8466,7 @@ def main():
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device, settings.compile)
+    check_ranks(settings, runtime)
     prompts_unit(settings, runtime.world_size)  # for its error, before anything is loaded
     functions = load_reward_functions(settings.reward)
     environment = None

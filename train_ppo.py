@@ -8074,7 +8074,9 @@ class PPOTrainer(PolicyTrainer, Stateful):
         means, variances = moments(torch.cat(tokens, dim=1), self.runtime)
         k1, k3, mean, _ = means
         _, _, variance, spread = variances
-        for batch in itertools.chain(*mini_batches):  # whitens advantages; returns stay
+        for batch in itertools.chain(
+            *mini_batches
+        ):  # whitens the advantages; the returns stay as they are
             white = (batch.advantages - mean) * (variance + 1e-8).rsqrt() * batch.mask
             batch.advantages = white.to(batch.values)
         metrics = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}
@@ -8130,6 +8132,7 @@ def main():
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device, settings.compile)
+    check_ranks(settings, runtime)
     prompts_unit(settings, runtime.world_size)  # for its error, before anything is loaded
     functions = load_reward_functions(settings.reward)
     network, tokenizer, source = load_start(settings)

@@ -37,8 +37,8 @@ Where to change what:
     what held-out rows measure            row_summary
     what a resumed run continues with     Stateful, STATE; run.parts in main
     a new setting                         Settings; if a resumed run must keep it, IDENTITY
-Scores have a loss of their own, but call the same forward: what is of training alone goes there
-behind torch.is_grad_enabled(). A checkpoint has no state of torch's random numbers: seed them in
+Scores have a loss of their own, but call the same forward: a term of training alone goes there
+behind torch.is_grad_enabled(). A checkpoint has no state of torch's random numbers, so seed them in
 each step.
 """
 
@@ -6935,6 +6935,7 @@ def main():
     begin = time.perf_counter()
     settings = load_settings(Settings, os.environ, sys.argv[1:], stored=start_settings)
     runtime = start_runtime(settings.device, settings.compile)
+    check_ranks(settings, runtime)
     unit = settings.train_seq_len * runtime.world_size
     if settings.train_batch_tokens % unit:
         raise UserError(

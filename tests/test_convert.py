@@ -50,7 +50,7 @@ MISTAKES = [
     ("export {model} {new} --weights ema", "--weights ema: must be with a run's checkpoint"),
     ("export {new} {new}", "no such file; a run's artifact is"),
     ("export {place} {new}", "no whole checkpoint"),
-    ("import {place} {new}", "pointer.gguf: must be the file, not a pointer of Git LFS"),
+    ("import {place} {new}", "pointer.json: must be the file, not a pointer of Git LFS"),
     ("import {place}/empty {new}", "no config.json; must be a folder of Hugging Face's"),
     ("import {place}/adapters {new}", "has adapters of PEFT; must be a whole model: merge them"),
     ("import {place}/beside {new}", "has adapters of PEFT; must be a whole model: merge them"),
@@ -68,7 +68,8 @@ def test_mistakes_are_one_line_and_exit_code_2(call, tmp_path, words, fault):
     for name in ("adapters", "beside"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
-    (tmp_path / "pointer.gguf").write_text("version https://git-lfs.github.com/spec/v1\n")
+    for name in ("pointer.gguf", "pointer.json"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
     (tmp_path / "beside" / "config.json").write_text("{}")  # of the base, as some trainers write it
     names = dict(model=tmp_path / "m.upar", place=tmp_path, new=tmp_path / "new")
     code, _, error = call(*words.format(**names).split())

@@ -456,7 +456,9 @@ def test_a_node_that_does_not_see_the_folder_ends_the_run_before_it_trains(tmp_p
     monkeypatch.setattr(T, "FOLDER_SECONDS", 1)
     settings = replace(T.Settings(), run_id="x", out_dir=str(tmp_path))
     monkeypatch.setattr(T.Runtime, "agree", lambda self, value: value)
-    monkeypatch.setattr(T, "check_ranks", lambda run: None)  # test_smoke.py has a test of it
+    monkeypatch.setattr(
+        T, "compare_ranks", lambda runtime, facts: None
+    )  # test_smoke.py has a test of it
     run = T.Run(settings, T.Runtime(1, 2, torch.device("cpu"), True), None, None, {}, {})
     refusal(T.UserError, "OUT_DIR=.*rank 1 does not see .* all nodes share", run.open)
     open_run(run_id="x", out_dir=str(tmp_path))
