@@ -390,7 +390,7 @@ def register(name, form, shapes, backward=None, keep=None):
     process registers it for all: a second registration would free the first, and a handle to it
     would crash. Raises ImportError for a PyTorch that does not know these annotations.
     """
-    if torch.__version__ < (2, 7):
+    if torch.__version__ < "2.7.0a0":
         raise ImportError(f"PyTorch {torch.__version__} is too old: it must be 2.7 or newer")
     if not hasattr(torch.ops.underpar, name):
         registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())

@@ -455,7 +455,7 @@ def register(name, form, shapes, backward=None, keep=None):
     process registers it for all: a second registration would free the first, and a handle to it
     would crash. Raises ImportError for a PyTorch that does not know these annotations.
     """
-    if torch.__version__ < (2, 7):
+    if torch.__version__ < "2.7.0a0":
         raise ImportError(f"PyTorch {torch.__version__} is too old: it must be 2.7 or newer")
     if not hasattr(torch.ops.underpar, name):
         registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
@@ -1403,7 +1403,7 @@ OTHER_NAMES = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
-    "CLIPRANGE": "RIGHT_CLIP_RANGE",
+    "CLIPRANGE": "LEFT_CLIP_RANGE",
     "CLIPRANGE_VALUE": 0.2,
     "DATASET": "DATA_PATH",
     "EMA_DECAY": "EMA",
@@ -2127,7 +2127,8 @@ def describe_machine(runtime):
         "versions": {
             "python": sys.version.split()[0],
             "torch": torch.__version__,
-            # AVX2 or AVX512: with AVX2 a run of configs/cpu.env takes a fifth of the steps.
+            # Such as AVX2 or AVX512: in the same time a run of configs/cpu.env takes a fifth of the
+            # steps with AVX2 (float32) that it takes with AVX512-BF16 (docs/lab/2026-11.md).
             "cpu": torch.backends.cpu.get_cpu_capability(),
         },
         "peak_memory_mib": peak_bytes / 2**20,

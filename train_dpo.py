@@ -517,7 +517,7 @@ def register(name, form, shapes, backward=None, keep=None):
     process registers it for all: a second registration would free the first, and a handle to it
     would crash. Raises ImportError for a PyTorch that does not know these annotations.
     """
-    if torch.__version__ < (2, 7):
+    if torch.__version__ < "2.7.0a0":
         raise ImportError(f"PyTorch {torch.__version__} is too old: it must be 2.7 or newer")
     if not hasattr(torch.ops.underpar, name):
         registered = torch.library.custom_op(f"underpar::{name}", form, mutates_args=())
@@ -2526,7 +2526,7 @@ OTHER_NAMES = {
     "BETA2": 0.99,
     "BIGRAM_DIM": 64,
     "BLOCK_SIZE": "TRAIN_SEQ_LEN",
-    "CLIPRANGE": "RIGHT_CLIP_RANGE",
+    "CLIPRANGE": "LEFT_CLIP_RANGE",
     "CLIPRANGE_VALUE": 0.2,
     "DATASET": "DATA_PATH",
     "EMA_DECAY": "EMA",
@@ -3250,7 +3250,8 @@ def describe_machine(runtime):
         "versions": {
             "python": sys.version.split()[0],
             "torch": torch.__version__,
-            # AVX2 or AVX512: with AVX2 a run of configs/cpu.env takes a fifth of the steps.
+            # Such as AVX2 or AVX512: in the same time a run of configs/cpu.env takes a fifth of the
+            # steps with AVX2 (float32) that it takes with AVX512-BF16 (docs/lab/2026-11.md).
             "cpu": torch.backends.cpu.get_cpu_capability(),
         },
         "peak_memory_mib": peak_bytes / 2**20,
@@ -3880,8 +3881,8 @@ class Run(Stateful):
         """
         checkpoint = None
         damaged = []
-        if self.runtime.distributed:
-            check_ranks(self)
+        hashes = {name: value for name, value in self.identity.items() if name.endswith("sha256")}
+        compare_ranks(self.runtime, hashes)  # of data and tokenizer
         if self.settings.resume:
             checkpoint, damaged = checkpoint_to_resume(self.folder)
             meta = json.loads((checkpoint / "meta.json").read_bytes())
@@ -3999,26 +4000,35 @@ def count_code(settings, source):
     return count
 
 
-def check_ranks(run):
-    """Raise UserError, on all ranks, if one has another script, other data or settings than rank 0.
-
-    On several nodes each has its own copy of the files and its own environment.
-    """
-    facts = {name: sha256 for name, sha256 in run.identity.items() if name.endswith("sha256")}
-    facts["code_sha256"] = run.code_sha256
-    for setting in fields(run.settings):
-        # The paths of nodes may differ, and rank 0 alone names the run and has a tracker.
-        if setting.type is not Paths and setting.name not in ("run_id", "tracker"):
-            facts[setting.name] = getattr(run.settings, setting.name)
-    of_ranks = [None] * run.runtime.world_size
+def compare_ranks(runtime, facts):
+    """Raise UserError, on all ranks, if one has another value than rank 0 in a dict of facts."""
+    if not runtime.distributed:
+        return
+    of_ranks = [None] * runtime.world_size
     dist.all_gather_object(of_ranks, facts)
     for rank, others in enumerate(of_ranks):
         for name, value in others.items():
-            if value != of_ranks[0][name]:
+            first = of_ranks[0].get(name)
+            if value != first:
+                setting = SETTING_NAMES.get(name, name.upper())
                 raise UserError(
-                    f"{name.upper()}={value!r} on rank {rank}: must be as on rank 0, "
-                    f"{of_ranks[0][name]!r}"
+                    f"{setting}: rank {rank} has {value!r}, rank 0 has {first!r}; must be the same"
                 )
+
+
+def check_ranks(settings, runtime):
+    """Raise UserError, on all ranks, if one has another script or other settings than rank 0.
+
+    On several nodes each has its own copy of the files and its own environment.
+    """
+    facts = {"code_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        if setting.type is Paths:
+            value = "a path" if value else ""  # it may differ from node to node
+        if setting.name not in ("run_id", "tracker"):  # which rank 0 alone uses
+            facts[setting.name] = value
+    compare_ranks(runtime, facts)
 
 
 def await_folder(run):
@@ -4047,6 +4057,7 @@ def note_longer_plan(run):
 
 # The settings behind those values of a run's identity and of GPTConfig that have another name.
 SETTING_NAMES = {
+    "code_sha256": "SHA-256 of the script",
     "layers": "LAYER_PATTERN (NUM_LAYERS words)",
     "norms": "NORM (a word for each layer)",
     "manifest_sha256": "DATA_PATH (SHA-256 of manifest.json)",
