@@ -1606,7 +1606,8 @@ def read_weights(path, average=""):
         checkpoint, faults = newest_checkpoint(folder)
         if checkpoint is None:
             raise UserError(f"{path}: no whole checkpoint; {'; '.join(faults)}")
-        sys.stderr.write("".join(f"{fault}\n" for fault in faults))
+        for fault in faults:
+            print(fault, file=sys.stderr)
         weights = read_checkpoint(checkpoint, average or chosen_weights(folder))
     elif folder.is_file():
         header, tensors, coded = read_artifact(path)

@@ -4592,9 +4592,9 @@ def check_modes(settings):
         raise UserError(
             f"SCORE_FILE={settings.score_file!r}: must be a file, in a folder that exists"
         )
-    scored_files = [Path(path).resolve() for path in settings.score_path.split(",")]
-    if settings.score_file and file.resolve() in scored_files:
-        raise UserError(f"SCORE_FILE={settings.score_file!r}: must not be a file of SCORE_PATH")
+    for path in listed_files("SCORE_PATH", settings.score_path):
+        if settings.score_file and file.resolve() == Path(path).resolve():
+            raise UserError(f"SCORE_FILE={settings.score_file!r}: must not be a file of SCORE_PATH")
 
 
 # ------------------------------------------------------------------------------------------ models
