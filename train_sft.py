@@ -3280,7 +3280,8 @@ class Stored:
 
     def read_tensors(self):
         """Return the weights by name. May raise any exception if they are damaged."""
-        sys.stderr.write("".join(f"{fault}\n" for fault in self.faults))
+        for fault in self.faults:
+            print(fault, file=sys.stderr)
         if self.file.is_file():
             _, tensors, _ = read_artifact(self.file)
         else:
