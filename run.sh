@@ -2,7 +2,8 @@
 # A fresh machine to a trained, packed and scored model: .venv -> data -> training -> a sample from the artifact.
 #
 #   ./run.sh                              all GPUs here, with configs/golf_1gpu.env (four or more: golf_8gpu.env);
-#                                         without a GPU one CPU process, with configs/cpu.env
+#                                         without a GPU one CPU process, with configs/cpu.env (a slow CPU:
+#                                         configs/cpu_small.env)
 #   CONFIG=configs/gdn_pure.env ./run.sh  another config
 #   MAX_WALLCLOCK_SECONDS=60 ./run.sh     train_gpt.py's settings pass through
 #   DATA=embedded ./run.sh                no download: Python's own standard library (the default without a GPU)
@@ -66,23 +67,31 @@ setup() {
   say "Set-up: done"
 }
 
-# Sets CONFIG_LINES to the lines NAME=value of the CONFIG file, as train_gpt.py reads them; `~` is the home folder.
+# Sets CONFIG_LINES to the lines NAME=value of the CONFIG file, as train_gpt.py reads them (`~` is the home folder), and
+# behind them the settings of the run that RESUME names.
 read_config() {
+  local run
   CONFIG_LINES=""
-  [ -n "${CONFIG-}" ] || return 0
-  CONFIG_LINES="$($RUN -c 'import os, sys; import train_gpt as T
+  [ -z "${CONFIG-}" ] || CONFIG_LINES="$($RUN -c 'import os, sys; import train_gpt as T
 def show():
     for name, text in T.read_config(os.path.expanduser(sys.argv[1])).items():
         print(name, os.path.expanduser(text), sep="=")
 sys.exit(T.exit_code(show))' "$CONFIG")" || exit $?
+  run="$(setting RESUME)"
+  [ -z "$run" ] || CONFIG_LINES="$CONFIG_LINES"$'\n'"$($RUN -c 'import sys; import train_gpt as T
+def show():
+    given = {"RESUME": sys.argv[1], "OUT_DIR": sys.argv[2] or T.Settings.out_dir}
+    for name, value in T.stored_settings(given).items():
+        print(name.upper(), T.setting_text(value), sep="=")
+sys.exit(T.exit_code(show))' "$run" "$(setting OUT_DIR)")" || exit $?
 }
 
-# Prints setting $1: from the environment, else from the CONFIG file, else nothing.
+# Prints setting $1: from the environment, else from the CONFIG file, else from the resumed run, else nothing.
 setting() {
   if [ -n "${!1-}" ]; then
     printf '%s' "${!1}"
   else
-    printf '%s\n' "$CONFIG_LINES" | sed -n "s/^$1=//p"
+    printf '%s\n' "$CONFIG_LINES" | sed -n "/^$1=/{s///p;q;}"
   fi
 }
 
@@ -150,6 +159,23 @@ check_compiler() {
   export COMPILE=0
 }
 
+# Prints how many GFLOP/s the CPU does in products of matrices, in the dtype and with the threads of a run.
+cpu_speed() {
+  $RUN -c 'import time, torch, train_gpt as T
+side = 1024
+w = torch.randn(side, side, dtype=T.activation_dtype("auto", torch.device("cpu")))
+def seconds():
+    begin = time.perf_counter()
+    w @ w
+    return time.perf_counter() - begin
+print(round(2 * side**3 / 1e9 / min(seconds() for _ in range(10))))'
+}
+
+# Prints the config for a CPU that does $1 GFLOP/s. docs/choices.md has what both scored on two kinds of CPU.
+cpu_config() {
+  [ "$1" -lt 250 ] && printf configs/cpu_small.env || printf configs/cpu.env
+}
+
 # The folder of the run; one that is resumed keeps its own.
 run_folder() {
   local name out
@@ -160,7 +186,7 @@ run_folder() {
 }
 
 train() {
-  local gpus=0 ranks data="" path
+  local gpus=0 ranks speed data="" path source
   read_config
   if [ "$BUILD" = cuda ] && [ "$(setting DEVICE)" != cpu ]; then
     gpus="$($RUN -c 'import torch; print(torch.cuda.device_count())')"
@@ -169,12 +195,19 @@ train() {
     say "Training: PyTorch sees no GPU (driver too old, or CUDA_VISIBLE_DEVICES empty), so on the CPU"
     export DEVICE=cpu  # DEVICE=auto is an error if nvidia-smi lists GPUs that PyTorch does not see
   fi
-  case "$gpus" in
-    0) export CONFIG="${CONFIG:-configs/cpu.env}" ;;
-    [1-3]) export CONFIG="${CONFIG:-configs/golf_1gpu.env}" ;;
-    *) export CONFIG="${CONFIG:-configs/golf_8gpu.env}" ;;
-  esac
-  [ -n "$CONFIG_LINES" ] || read_config
+  if [ -z "${CONFIG-}" ] && [ -z "$(setting RESUME)" ]; then
+    case "$gpus" in
+      0)
+        speed="$(cpu_speed)" || fail "this CPU could not multiply two matrices (see above)"
+        CONFIG="$(cpu_config "$speed")"
+        say "Training: this CPU multiplies matrices at $speed GFLOP/s, so $CONFIG (from 250 on: configs/cpu.env)"
+        ;;
+      [1-3]) CONFIG=configs/golf_1gpu.env ;;
+      *) CONFIG=configs/golf_8gpu.env ;;
+    esac
+    export CONFIG
+    read_config
+  fi
   ranks="$(planned_ranks "$gpus")"
   [ "$ranks" = "$gpus" ] ||
     say "Training: on $ranks of $gpus GPUs, for TRAIN_BATCH_TOKENS must be a multiple of TRAIN_SEQ_LEN x GPUs"
@@ -195,11 +228,12 @@ train() {
   [ -z "$data" ] || prepare_data "$data" "$path" "$gpus"
   [ -n "$(setting RESUME)" ] || export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)_$$}"
   check_compiler
+  source="${CONFIG:-the settings of RESUME}"
   if [ "$gpus" = 0 ]; then
-    say "Training: one CPU process with $CONFIG -> $(run_folder)"
+    say "Training: one CPU process with $source -> $(run_folder)"
     $RUN train_gpt.py
   else
-    say "Training: $gpus GPUs with $CONFIG -> $(run_folder)"
+    say "Training: $gpus GPUs with $source -> $(run_folder)"
     .venv/bin/torchrun --standalone --nproc_per_node="$gpus" train_gpt.py
   fi
 }

@@ -135,17 +135,32 @@ def bash(code, folder=ROOT, **variables):
     return done.stdout
 
 
-@pytest.mark.parametrize("gpus", range(9))
-def test_run_sh_picks_by_gpus_unless_config_is_given(gpus):
-    choice = run_sh(r'^  case "\$gpus" in\n.*?^  esac\n')
-    picked = bash(f'gpus={gpus}\nCONFIG=\n{choice}echo "$CONFIG"').strip()
-    names = ["cpu", *["golf_1gpu"] * 3, *["golf_8gpu"] * 5]
-    assert picked == f"configs/{names[gpus]}.env" and (ROOT / picked).is_file()
-    assert bash(f'gpus={gpus}\nCONFIG=x.env\n{choice}echo "$CONFIG"') == "x.env\n"
-
-
 SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
 STEP_TOKENS = r"^step_tokens\(\) \{.*?^\}\n"
+
+
+CHOICE = r'^  if \[ -z "\$\{CONFIG-\}" \] && \[ -z .*?^  fi\n'
+
+
+@pytest.mark.parametrize("gpus", range(9))
+def test_run_sh_picks_by_gpus_unless_config_or_a_run_is_given(gpus):
+    code = run_sh(SETTING, r"^cpu_config\(\) \{.*?^\}\n", CHOICE)
+    code = f"gpus={gpus}\nread_config() {{ :; }}\nsay() {{ :; }}\nCONFIG_LINES=\n{code}"
+
+    def picked(speed=250, **given):
+        return bash(f'cpu_speed() {{ echo {speed}; }}\n{code}echo "${{CONFIG-}}"', **given).strip()
+
+    names = ["cpu", *["golf_1gpu"] * 3, *["golf_8gpu"] * 5]
+    assert picked() == f"configs/{names[gpus]}.env" and (ROOT / picked()).is_file()
+    slow = picked(249)
+    assert slow == (picked() if gpus else "configs/cpu_small.env") and (ROOT / slow).is_file()
+    assert picked(CONFIG="x.env") == "x.env"
+    assert picked(RESUME="old") == "", "its own settings"
+
+
+def test_run_sh_measures_the_speed_of_a_cpu():
+    code = f"RUN={sys.executable}\n" + run_sh(r"^cpu_speed\(\) \{.*?^\}\n") + "cpu_speed"
+    assert 1 < int(bash(code, OMP_NUM_THREADS="1")) < 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -312,13 +327,13 @@ def write_files_of_users(data):
 
 
 def asked(request):
-    """Return the configs for which pytest is to run the test below: no others are made."""
+    """Return the configs that a test below needs, among those which pytest is to run."""
     items = [
         item
         for item in request.session.items
         if getattr(item, "originalname", "") == "test_a_tiny_run"
     ]
-    return {item.callspec.params["name"] for item in items}
+    return {"cpu"} | {item.callspec.params["name"] for item in items}
 
 
 @pytest.fixture(scope="session")
@@ -371,3 +386,12 @@ def test_a_tiny_run(runs, name):
     assert len(losses) == 8 and losses[-1] < losses[0] == pytest.approx(math.log(400), abs=0.1)
     before = result["before_quantization"]["val_bpb"]
     assert result["val_bpb"] == pytest.approx(before, rel=0.03)
+
+
+def test_run_sh_continues_a_run_by_its_own_settings(runs):
+    place, _ = runs
+    own = read_json(place / "cpu" / "result.json")["settings"]
+    code = run_sh(r"^read_config\(\) \{.*?^\}\n", SETTING)
+    code += "read_config; for name in TRAIN_SEQ_LEN DATA_PATH COMPILE; do setting $name; echo; done"
+    shown = f"{own['train_seq_len']}\n\n{own['data_path']}\n\n{int(own['compile'])}\n\n"
+    assert bash(code, RUN=sys.executable, RESUME=str(place / "cpu")) == shown
