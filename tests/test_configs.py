@@ -388,10 +388,13 @@ def test_a_tiny_run(runs, name):
     assert result["val_bpb"] == pytest.approx(before, rel=0.03)
 
 
-def test_run_sh_continues_a_run_by_its_own_settings(runs):
+def test_run_sh_continues_a_run_by_its_own_settings(runs, tmp_path):
     place, _ = runs
-    own = read_json(place / "cpu" / "result.json")["settings"]
+    stopped = tmp_path / "stopped"
+    shutil.copytree(place / "cpu", stopped)
+    own = read_json(stopped / "result.json")["settings"]
+    (stopped / "result.json").unlink()
     code = run_sh(r"^read_config\(\) \{.*?^\}\n", SETTING)
     code += "read_config; for name in TRAIN_SEQ_LEN DATA_PATH COMPILE; do setting $name; echo; done"
     shown = f"{own['train_seq_len']}\n\n{own['data_path']}\n\n{int(own['compile'])}\n\n"
-    assert bash(code, RUN=sys.executable, RESUME=str(place / "cpu")) == shown
+    assert bash(code, RUN=sys.executable, RESUME=str(stopped)) == shown
