@@ -232,10 +232,9 @@ def test_dense_statements_are_found():
 
 
 # Imports scripts, each in a fork inside an empty folder, and reports, as lines, whatever one did
-# beyond defining
-# things. The environment and sockets are watched by who asks: modules of the standard library and
-# of packages may read
-# their own variables. Packages are there already, for to import them takes longer than all else.
+# beyond defining things. The environment and sockets are watched by who asks: modules of the
+# standard library and of packages may read their own variables. Packages are there already, for
+# to import them takes longer than all else.
 IMPORT = """
 import importlib.util, os, sys
 import sentencepiece, tiktoken, torch, torch.distributed.fsdp, torch.distributed.tensor, zstandard
@@ -287,7 +286,8 @@ if torch.get_default_dtype() != torch.float32 or not torch.is_grad_enabled():
     found.append("torch's defaults are changed")
 if dict(os.environ) != before:
     found.append("the environment is changed")
-print("\\n".join(found), end="")
+print("\\n".join(found), end="", flush=True)
+os._exit(0)  # Python takes seconds to clear away what a fork shares with its parent
 """
 
 
