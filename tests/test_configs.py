@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,20 +143,17 @@ STEP_TOKENS = r"^step_tokens\(\) \{.*?^\}\n"
 CHOICE = r'^  if \[ -z "\$\{CONFIG-\}" \] && \[ -z .*?^  fi\n'
 
 
-@pytest.mark.parametrize("gpus", range(9))
-def test_run_sh_picks_by_gpus_unless_config_or_a_run_is_given(gpus):
-    code = run_sh(SETTING, r"^cpu_config\(\) \{.*?^\}\n", CHOICE)
-    code = f"gpus={gpus}\nread_config() {{ :; }}\nsay() {{ :; }}\nCONFIG_LINES=\n{code}"
-
-    def picked(speed=250, **given):
-        return bash(f'cpu_speed() {{ echo {speed}; }}\n{code}echo "${{CONFIG-}}"', **given).strip()
-
-    names = ["cpu", *["golf_1gpu"] * 3, *["golf_8gpu"] * 5]
-    assert picked() == f"configs/{names[gpus]}.env" and (ROOT / picked()).is_file()
-    slow = picked(249)
-    assert slow == (picked() if gpus else "configs/cpu_small.env") and (ROOT / slow).is_file()
-    assert picked(CONFIG="x.env") == "x.env"
-    assert picked(RESUME="old") == "", "its own settings"
+def test_run_sh_picks_a_config_unless_one_or_a_run_is_given():
+    code = 'cpu_speed() { echo "$speed"; }; read_config() { :; }; say() { :; }; CONFIG_LINES=\n'
+    code += run_sh(SETTING, r"^cpu_config\(\) \{.*?^\}\n", CHOICE) + 'echo "${CONFIG-}"'
+    names = ["cpu_small 0 249", "cpu 0 250"]
+    names += [f"golf_{1 if gpus < 4 else 8}gpu {gpus} 9" for gpus in range(1, 9)]
+    for name, gpus, speed in map(str.split, names):
+        given = dict(gpus=gpus, speed=speed)
+        picked = bash(code, **given).strip()
+        assert picked == f"configs/{name}.env" and (ROOT / picked).is_file()
+        assert bash(code, CONFIG="x.env", **given) == "x.env\n"
+        assert bash(code, RESUME="old", **given) == "\n"  # its own settings
 
 
 def test_run_sh_measures_the_speed_of_a_cpu():
@@ -176,14 +174,6 @@ def test_run_sh_measures_the_speed_of_a_cpu():
 def test_run_sh_samples_from_the_run_that_is_resumed(given, folder):
     code = run_sh(r"^run_folder\(\) \{.*?^\}\n", SETTING)
     assert bash(f"CONFIG_LINES=\n{code}run_folder", RUN_ID="new", **given) == folder
-
-
-def test_run_sh_reads_a_config_as_the_scripts_do(tmp_path):
-    path = tmp_path / "my own.env"
-    path.write_text("export OUT_DIR='my runs # 2'  # quoted\r\n# DATA_PATH=x\nCOMPILE = 0\n")
-    code = run_sh(r"^read_config\(\) \{.*?^\}\n", SETTING)
-    code += "read_config; for name in OUT_DIR DATA_PATH COMPILE; do setting $name; echo; done"
-    assert bash(code, RUN=sys.executable, CONFIG=str(path)) == "my runs # 2\n\n\n0\n\n"
 
 
 def with_config(code, case, folder=ROOT):
@@ -388,13 +378,14 @@ def test_a_tiny_run(runs, name):
     assert result["val_bpb"] == pytest.approx(before, rel=0.03)
 
 
-def test_run_sh_continues_a_run_by_its_own_settings(runs, tmp_path):
-    place, _ = runs
-    stopped = tmp_path / "stopped"
-    shutil.copytree(place / "cpu", stopped)
-    own = read_json(stopped / "result.json")["settings"]
+def test_run_sh_reads_a_config_and_behind_it_the_settings_of_a_resumed_run(runs, tmp_path):
+    path = tmp_path / "my own.env"
+    path.write_text("export OUT_DIR='my runs # 2'  # quoted\r\n# DATA_PATH=x\nCOMPILE = 0\n")
+    stopped = Path(shutil.copytree(runs[0] / "cpu", tmp_path / "stopped"))
     (stopped / "result.json").unlink()
     code = run_sh(r"^read_config\(\) \{.*?^\}\n", SETTING)
-    code += "read_config; for name in TRAIN_SEQ_LEN DATA_PATH COMPILE; do setting $name; echo; done"
-    shown = f"{own['train_seq_len']}\n\n{own['data_path']}\n\n{int(own['compile'])}\n\n"
-    assert bash(code, RUN=sys.executable, RESUME=str(stopped)) == shown
+    code += "read_config; for name in OUT_DIR DATA_PATH COMPILE; do setting $name; echo; done"
+    given = dict(RUN=sys.executable, CONFIG=str(path))
+    assert bash(code, **given) == "my runs # 2\n\n\n0\n\n"
+    data = read_json(runs[0] / "cpu" / "result.json")["settings"]["data_path"]
+    assert bash(code, RESUME=str(stopped), **given) == f"my runs # 2\n\n{data}\n\n0\n\n"

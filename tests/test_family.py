@@ -224,12 +224,12 @@ def test_the_baseline_preset_is_parameter_golfs():
     assert (net(ids)[0] - expected).abs().max() < 1e-5
 
 
-daily = [("plain", False), ("everything", True), *((graph, False) for graph in GRAPHS)]
+daily = [(choice, False) for choice in ("plain", *GRAPHS)]
 
 
 @pytest.mark.parametrize(
     ("choice", "recompute"),
-    [*daily, *(pytest.param(choice, True, marks=pytest.mark.full) for choice in [*CHOICES][:-1])],
+    [*daily, *(pytest.param(choice, True, marks=pytest.mark.full) for choice in CHOICES)],
 )
 def test_one_graph_without_breaks(choice, recompute):
     """Traced whole, with its backward pass, and called again without tracing; equal to eager."""

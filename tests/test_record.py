@@ -545,13 +545,13 @@ def test_the_shipped_tracks_take_the_shipped_script():
     assert len(texts) == 2 and texts[0] == texts[1]
 
 
-def test_the_shipped_records_pass():
-    records = R.list_records(ROOT / "records")
-    assert len(records) >= 8 and R.update_table(ROOT / "records", write=False) == []
-    assert R.check_folder(records[0], records[0].parent) == []
+def test_the_shipped_records_are_in_the_table():
+    assert R.update_table(ROOT / "records", write=False) == []
 
 
 @pytest.mark.full
 def test_every_shipped_record_passes():
-    for folder in R.list_records(ROOT / "records"):
+    records = R.list_records(ROOT / "records")
+    assert len(records) >= 8
+    for folder in records:
         assert R.check_folder(folder, folder.parent) == []

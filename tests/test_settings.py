@@ -302,10 +302,7 @@ def test_help_lists_every_setting_whatever_the_environment_is(module, monkeypatc
         shown = capsys.readouterr()
         assert not caught.value.code and shown.err == ""
         assert module.__doc__.strip() in shown.out
-    with pytest.raises(SystemExit):
-        module.load_settings(module.Settings, {}, ["--help"])
-    shown = capsys.readouterr().out
-    assert all(f"\n    {field.name}: " in shown for field in fields(module.Settings))
+        assert all(f"\n    {field.name}: " in shown.out for field in fields(module.Settings))
 
 
 # -------------------------------------------------------------------------------------------- names
