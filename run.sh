@@ -68,25 +68,21 @@ setup() {
 }
 
 # Sets CONFIG_LINES to the lines NAME=value of the CONFIG file, as train_gpt.py reads them (`~` is the home folder), and
-# behind them the settings of the run that RESUME names.
+# behind them the settings of the run that RESUME or REPLAY names.
 read_config() {
-  local run
-  CONFIG_LINES=""
-  [ -z "${CONFIG-}" ] || CONFIG_LINES="$($RUN -c 'import os, sys; import train_gpt as T
+  CONFIG_LINES="$($RUN -c 'import os; import train_gpt as T
 def show():
-    for name, text in T.read_config(os.path.expanduser(sys.argv[1])).items():
-        print(name, os.path.expanduser(text), sep="=")
-sys.exit(T.exit_code(show))' "$CONFIG")" || exit $?
-  run="$(setting RESUME)"
-  [ -z "$run" ] || CONFIG_LINES="$CONFIG_LINES"$'\n'"$($RUN -c 'import sys; import train_gpt as T
-def show():
-    given = {"RESUME": sys.argv[1], "OUT_DIR": sys.argv[2] or T.Settings.out_dir}
-    for name, value in T.stored_settings(given).items():
+    given = {name: text for name, text in os.environ.items() if text}
+    config = T.read_config(os.path.expanduser(given["CONFIG"])) if "CONFIG" in given else {}
+    config = {name: os.path.expanduser(text) for name, text in config.items()}
+    for name, text in config.items():
+        print(name, text, sep="=")
+    for name, value in T.stored_settings({**config, **given}).items():
         print(name.upper(), T.setting_text(value), sep="=")
-sys.exit(T.exit_code(show))' "$run" "$(setting OUT_DIR)")" || exit $?
+raise SystemExit(T.exit_code(show))')" || exit $?
 }
 
-# Prints setting $1: from the environment, else from the CONFIG file, else from the resumed run, else nothing.
+# Prints setting $1: from the environment, else from the CONFIG file, else from the stored run, else nothing.
 setting() {
   if [ -n "${!1-}" ]; then
     printf '%s' "${!1}"
@@ -171,11 +167,6 @@ def seconds():
 print(round(2 * side**3 / 1e9 / min(seconds() for _ in range(10))))'
 }
 
-# Prints the config for a CPU that does $1 GFLOP/s. docs/choices.md has what both scored on two kinds of CPU.
-cpu_config() {
-  [ "$1" -lt 250 ] && printf configs/cpu_small.env || printf configs/cpu.env
-}
-
 # The folder of the run; one that is resumed keeps its own.
 run_folder() {
   local name out
@@ -195,11 +186,12 @@ train() {
     say "Training: PyTorch sees no GPU (driver too old, or CUDA_VISIBLE_DEVICES empty), so on the CPU"
     export DEVICE=cpu  # DEVICE=auto is an error if nvidia-smi lists GPUs that PyTorch does not see
   fi
-  if [ -z "${CONFIG-}" ] && [ -z "$(setting RESUME)" ]; then
+  if [ -z "${CONFIG-}$(setting RESUME)$(setting REPLAY)" ]; then
     case "$gpus" in
       0)
         speed="$(cpu_speed)" || fail "this CPU could not multiply two matrices (see above)"
-        CONFIG="$(cpu_config "$speed")"
+        # docs/choices.md has what both configs scored on two kinds of CPU.
+        [ "$speed" -lt 250 ] && CONFIG=configs/cpu_small.env || CONFIG=configs/cpu.env
         say "Training: this CPU multiplies matrices at $speed GFLOP/s, so $CONFIG (from 250 on: configs/cpu.env)"
         ;;
       [1-3]) CONFIG=configs/golf_1gpu.env ;;
@@ -228,7 +220,7 @@ train() {
   [ -z "$data" ] || prepare_data "$data" "$path" "$gpus"
   [ -n "$(setting RESUME)" ] || export RUN_ID="${RUN_ID:-run_$(date +%Y%m%d_%H%M%S)_$$}"
   check_compiler
-  source="${CONFIG:-the settings of RESUME}"
+  source="${CONFIG:-the settings of the stored run}"
   if [ "$gpus" = 0 ]; then
     say "Training: one CPU process with $source -> $(run_folder)"
     $RUN train_gpt.py

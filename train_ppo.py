@@ -8086,9 +8086,8 @@ class PPOTrainer(PolicyTrainer, Stateful):
         means, variances = moments(torch.cat(tokens, dim=1), self.runtime)
         k1, k3, mean, _ = means
         _, _, variance, spread = variances
-        for batch in itertools.chain(
-            *mini_batches
-        ):  # whitens the advantages; the returns stay as they are
+        # Whitens the advantages; the returns stay as they are.
+        for batch in itertools.chain(*mini_batches):
             white = (batch.advantages - mean) * (variance + 1e-8).rsqrt() * batch.mask
             batch.advantages = white.to(batch.values)
         metrics = {"explained_variance": (1 - variance / spread).item() if spread > 0 else 0.0}

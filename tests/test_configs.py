@@ -140,20 +140,18 @@ SETTING, PLANNED = r"^setting\(\) \{.*?^\}\n", r"^planned_shards\(\) \{.*?^\}\n"
 STEP_TOKENS = r"^step_tokens\(\) \{.*?^\}\n"
 
 
-CHOICE = r'^  if \[ -z "\$\{CONFIG-\}" \] && \[ -z .*?^  fi\n'
-
-
 def test_run_sh_picks_a_config_unless_one_or_a_run_is_given():
     code = 'cpu_speed() { echo "$speed"; }; read_config() { :; }; say() { :; }; CONFIG_LINES=\n'
-    code += run_sh(SETTING, r"^cpu_config\(\) \{.*?^\}\n", CHOICE) + 'echo "${CONFIG-}"'
-    names = ["cpu_small 0 249", "cpu 0 250"]
-    names += [f"golf_{1 if gpus < 4 else 8}gpu {gpus} 9" for gpus in range(1, 9)]
-    for name, gpus, speed in map(str.split, names):
+    code += run_sh(SETTING, r'^  if \[ -z "\$\{CONFIG-\}\$.*?^  fi\n') + 'echo "${CONFIG-}"'
+    cases = """cpu_small 0 249, cpu 0 250, golf_1gpu 1 9, golf_1gpu 2 9, golf_1gpu 3 9,
+        golf_8gpu 4 9, golf_8gpu 5 9, golf_8gpu 6 9, golf_8gpu 7 9, golf_8gpu 8 9"""
+    for name, gpus, speed in map(str.split, cases.split(",")):
         given = dict(gpus=gpus, speed=speed)
         picked = bash(code, **given).strip()
         assert picked == f"configs/{name}.env" and (ROOT / picked).is_file()
-        assert bash(code, CONFIG="x.env", **given) == "x.env\n"
-        assert bash(code, RESUME="old", **given) == "\n"  # its own settings
+        # A stored run has its own settings.
+        for name, shown in dict(CONFIG="x.env\n", RESUME="\n", REPLAY="\n").items():
+            assert bash(code, **{name: "x.env"}, **given) == shown
 
 
 def test_run_sh_measures_the_speed_of_a_cpu():
